@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import os
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist  # which loads gloo
 
-from mlaunch.rendezvous import tcp_store
+from tests import launches
 
 LINE = b". Expected number of connected peers is: "
 SWITCH = b"GLOO_LOG_LEVEL"
@@ -31,8 +30,7 @@ silent = pytest.mark.skipif(gloo_talks(), reason="the gloo of this torch writes 
 @functools.cache
 def lacks_libuv() -> bool:
     """Tells whether this torch was built without libuv. Its torchrun then starts nothing, whatever it is told."""
-    _, status = os.waitpid(tcp_store.ask_for_libuv(), 0)
-    return os.waitstatus_to_exitcode(status) != 0
+    return launches.lacks_libuv()
 
 
 def without_gloo(text: str) -> str:

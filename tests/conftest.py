@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import compileall
 import contextlib
-import dataclasses
 import fnmatch
 import importlib.util
 import os
@@ -14,21 +13,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import mlaunch
-from mlaunch.caller.launch import hints
-from mlaunch.caller.server import warm as caller_warm
-from mlaunch.caller.server.fork_server import ForkServer
-from mlaunch.caller.server.start_server import Interpreter, start_interpreter
-from mlaunch.caller.server.warm import warm_server
-from mlaunch.protocol import registry
-from mlaunch.pytest import plugin
-from mlaunch.pytest.mark import POOL, WANTED
-from mlaunch.pytest.pool import RankPool
+from tests import launches
 from tests.cost import Cost
 from tests.fresh import Watch, is_fresh
 from tests.imported import IMPORTED, lend_forks
@@ -58,8 +49,8 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     """Loads the plugin where mlaunch is not installed (``tests/matrix/run``)."""
     parser.addoption("--nightly", action="store_true", help="run also the tests with the mark nightly")
     parser.addoption("--cost", action="store_true", help="show the CPU seconds of the tests, and the dearest files")
-    if not pluginmanager.is_registered(plugin):
-        pluginmanager.register(plugin, "mlaunch")
+    if not pluginmanager.is_registered(launches.plugin()):
+        pluginmanager.register(launches.plugin(), "mlaunch")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -108,18 +99,14 @@ def dispositions() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def _start_prepared(environ: Mapping[str, str], like: Interpreter) -> ForkServer:
-    """Starts a fork server with what the tests' modules import: each rank whose function is in one imports it anew."""
-    interpreters.started.append("a warm fork server")
-    return start_interpreter(environ, dataclasses.replace(like, preload=("pytest", *like.preload)))
-
-
 @pytest.fixture(scope="session", autouse=True)
 def warm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The fork server is meant to stay, so it is there before anything is counted."""
     request.getfixturevalue("dispositions")
-    caller_warm.start_interpreter = _start_prepared
-    hints._TOLD_AT = 0  # on a busy machine any package takes long, and what is told would stand in a test's output
+    # With what the tests' modules import: each rank whose function is in one would import it anew.
+    launches.prepare_servers(["pytest"], lambda: interpreters.started.append("a warm fork server"))
+    # On a busy machine any package takes long, and what is told would stand in a test's output.
+    launches.be_patient(pytest.MonkeyPatch(), "slow import", 0)
     os.environ.pop("PYTHONUNBUFFERED", None)  # it would hide what buffering does
     os.environ.pop("MLAUNCH_WARM", None)  # each process would leave one
     os.environ |= TURNED_OFF
@@ -137,8 +124,7 @@ def warm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def no_ranks_stay(request: pytest.FixtureRequest) -> Iterator[None]:
     """Those of tests with the mark end with the file."""
     yield
-    if (runner := request.config.pluginmanager.get_plugin(plugin.RUNNER)) is not None:
-        runner.pool.close()
+    launches.end_ranks_of_tests(request.config)
 
 
 @pytest.fixture(autouse=True)
@@ -146,25 +132,22 @@ def nothing_left_behind(request: pytest.FixtureRequest):  # type: ignore[no-unty
     if not TORCH:
         yield
         return
-    warm_server.get(os.environ).ready()
-    if (wanted := request.node.stash.get(WANTED, None)) is not None:
-        pool = request.config.stash[POOL]
-        pool.of(wanted.shape)  # they stay, so they are there before anything is counted, with their socket
-        there = sum(not shared.gone for shared in pool.sets.values())
-        wait_until(lambda: len([*registry.home(os.environ).glob("*.sock")]) >= there)
-    pool = request.config.stash.get(POOL, None)
-    before = _what_is_there(pool)
+    launches.fork_server().ready()
+    launches.start_ranks_of_test(request.node)  # they stay, so they are there before anything is counted
+    there = len(launches.ranks_of_tests(request.config))
+    wait_until(lambda: len(launches.sockets()) >= there)
+    before = _what_is_there(request.config)
     family = set(ours())
     yield
-    after = _what_is_there(pool)
+    after = _what_is_there(request.config)
     if after != before:
         mlaunch.launcher(lambda: None, n_gpus=1)()  # after it, the fork server has reaped what ended before it
-        after = _what_is_there(pool)
+        after = _what_is_there(request.config)
     if _differs(before["shared memory"], after["shared memory"]):
         after["shared memory"] = _wait_for_removal(before["shared memory"])
     left = [f"{name}: {_difference(was, after[name])}" for name, was in before.items() if _differs(was, after[name])]
     if left:
-        _kill_new(family, warm_server.get(os.environ).pid)
+        _kill_new(family, launches.server_pid())
     assert not left, "\n".join(left)
 
 
@@ -199,12 +182,10 @@ def _difference(was: object, now: object) -> str:
     return f"{was} -> {now}"
 
 
-def _what_is_there(pool: RankPool | None) -> dict[str, object]:
-    for replaced in warm_server._retired:
-        replaced._wait(30)
-    warm_server.get(os.environ)  # forgets them
+def _what_is_there(config: pytest.Config) -> dict[str, object]:
+    launches.wait_for_replaced_servers()
     servers = [pid for pid in ours() if session_of(pid) == pid and pid in children(os.getpid())]
-    stay = _agents(pool)
+    stay = _agents(config)
     # The last call's may still be exiting.
     _end([agent for server in servers for agent in children(server) if agent not in stay])
     return {
@@ -214,7 +195,7 @@ def _what_is_there(pool: RankPool | None) -> dict[str, object]:
         "fds": _open_files(),
         "environment": dict(os.environ) | {"PYTEST_CURRENT_TEST": ""},
         "cwd": os.getcwd(),
-        "runtime files": [str(path) for path in registry.home(os.environ).glob("*")],
+        "runtime files": [str(path) for path in launches.runtime_directory().glob("*")],
         "shared memory": _shared_memory(),
     }
 
@@ -230,9 +211,9 @@ def _end(leaving: list[int]) -> None:
         raise
 
 
-def _agents(pool: RankPool | None) -> set[int]:
+def _agents(config: pytest.Config) -> set[int]:
     """The agents of ranks that stay for tests with the mark."""
-    return {shared.ranks.run(os.getppid)[0] for shared in (pool.sets.values() if pool else ()) if not shared.gone}
+    return {ranks.run(os.getppid)[0] for ranks in launches.ranks_of_tests(config)}
 
 
 def _shared_memory() -> set[str]:

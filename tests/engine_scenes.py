@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import os
 import re
+import select
 import shutil
 import signal
 import sys
@@ -28,9 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlaunch.base.linux import wait_readable
-from mlaunch.cli.ps_and_stacks import ask
-from mlaunch.protocol.visitors import STATUS
+from tests import launches
 from tests.processes import alive, children
 from tests.system.engine_rigs import Rig, mpirun, ray, slurm_here, ssh
 from tests.system.slurm import jobs_left
@@ -170,7 +169,7 @@ class Stage:
                 break
         if "Slurm" in self._rig.engine and scene.stage != "queue":
             scene.wrong += [f"a job stays: {job}" for job in self.jobs_left()]
-        ask(STATUS)  # which removes the name of a caller that was killed
+        launches.ask("status")  # which removes the name of a caller that was killed
         runtime = Path(os.environ["XDG_RUNTIME_DIR"], "mlaunch")
         with contextlib.suppress(TimeoutError):  # torch removes what ranks have left after some seconds
             wait(lambda: not shared_names() - names, LEAVE_LIMIT)
@@ -234,7 +233,7 @@ def heard(caller: Rig, word: str = "") -> Any:
     if word:
         caller.say(word)
     assert caller.process.stdout is not None
-    ready = wait_readable([caller.process.stdout.fileno()], ANSWER_LIMIT)
+    ready = select.select([caller.process.stdout.fileno()], [], [], ANSWER_LIMIT)[0]
     try:
         return caller.hear() if ready else None
     except AssertionError:

@@ -24,7 +24,7 @@ _NAMES = {
     "stopping_the_next_interpreter",
     "start_adapter",
 }
-_KILLS_IT = {"warm_server", "kill"}  # in one function
+_ASKS_FOR_IT = {"server_pid", "fork_server", "warm_server"}  # beside "kill" in one function
 _SPAWN = "spawn"
 _VICTIM = "fork server"  # whom a test kills or stops
 _SHOWN: dict[tuple[object, tuple[str, ...]], frozenset[object]] = {}
@@ -115,7 +115,7 @@ def _shows(function: FunctionType) -> frozenset[object]:
     names, constants = words(function.__code__)
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     values = [*defaults, *(value for _, value in globals_of(function))]
-    told = names & _NAMES | (_KILLS_IT if names >= _KILLS_IT else set())
+    told = names & _NAMES | (names & _ASKS_FOR_IT if "kill" in names else set())
     return told | constants & {_SPAWN, _VICTIM, *_SETTINGS} | {_SPAWN for value in values if _starts_one(value)}
 
 

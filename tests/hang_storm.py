@@ -15,8 +15,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from mlaunch import launcher
-from mlaunch.caller.many.run_future import Run
+from mlaunch import Run, launcher
 from tests.contract.test_hangs import CASES, be_slow, cross, hold_up
 from tests.hang_scenes import SCENES
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -97,6 +98,11 @@ def said_in_fork(say: Callable[[], str]) -> str:
         said = pipe.read()
     os.waitpid(pid, 0)
     return said
+
+
+def listen() -> socket.socket:
+    """Return a socket that listens on loopback, at a port of its own."""
+    return socket.create_server(("127.0.0.1", 0))
 
 
 def wait_until(so: Callable[[], bool]) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from mlaunch import Ranks
+from tests import launches
 from tests.contract.test_debugger import PROMPT, SCRIPT
 from tests.imported import lend_forks
 from tests.processes import alive, descendants
@@ -54,7 +55,7 @@ def count(go):
     return turns > 0
 print("values", count(pathlib.Path(sys.argv[1])), flush=True)
 """
-COMMAND = "import sys\nfrom mlaunch.cli import main\nsys.exit(main(['debug', *sys.argv[1:]]))\n"
+COMMAND = "import runpy, sys\nsys.argv.insert(1, 'debug')\nrunpy.run_module('mlaunch', run_name='__main__')\n"
 KERNEL = """
 from mlaunch import launcher
 %load_ext mlaunch
@@ -99,7 +100,6 @@ def ways(runs: int, folder: Path) -> Iterator[tuple[str, bool]]:
 
 def visits(runs: int, folder: Path) -> Iterator[tuple[str, bool]]:
     """The launch goes on, and the next visitor is served."""
-    from mlaunch.caller import running_launches
 
     for way, act in VISITS.items():
         for _ in range(runs):
@@ -108,7 +108,7 @@ def visits(runs: int, folder: Path) -> Iterator[tuple[str, bool]]:
             (folder / "count.py").write_text(VISITED)
             with closing(Terminal(folder / "count.py", str(go))) as caller:
                 family: list[int] = []
-                while not (found := [one for one in running_launches.ask(b"status") if one["cwd"] == str(folder)]):
+                while not (found := [one for one in launches.ask("status") if one["cwd"] == str(folder)]):
                     signal.sigtimedwait([], 0.05)
                 for chosen in (act, VISITS["detach"]):
                     (folder / "visit.py").write_text(COMMAND)

@@ -33,7 +33,7 @@ from pathlib import Path
 
 import mlaunch
 from mlaunch import Ranks, launcher
-from mlaunch.caller.server import zygote_upkeep
+from tests.launches import end_kept_servers, keep_a_server, kept_servers
 from tests.processes import descendants
 from tests.users import users_environ
 
@@ -136,14 +136,14 @@ def commands(going: Callable[[], bool], done: Done, folder: Path) -> None:
     """``mlaunch run``, served by what ``mlaunch warm`` keeps."""
     script = folder / "train.py"
     script.write_text("import os; print(os.environ['RANK'])\n", encoding="utf-8")
-    zygote_upkeep.begin(os.environ, 1200, ())
+    keep_a_server(1200)
     try:
         while going():
             command = [sys.executable, "-m", "mlaunch", "run", "--nproc-per-node", "2", str(script)]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             done.add()
     finally:
-        zygote_upkeep.end_all(os.environ)
+        end_kept_servers()
 
 
 def _fail_at_first() -> int:
@@ -193,7 +193,7 @@ class Samples:
     def take(self, caller: int, done: int, folder: Path) -> None:
         self.number += 1
         self.done.append(done)
-        for pid in {caller, *descendants(caller), *(state.pid for state in zygote_upkeep.states(os.environ))}:
+        for pid in {caller, *descendants(caller), *(state.pid for state in kept_servers())}:
             with contextlib.suppress(OSError, LookupError):  # it ends just now
                 for name, value in _figures(pid).items():
                     self._add(f"{_name(pid)} (pid {pid})", name, done, value)

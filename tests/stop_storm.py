@@ -32,8 +32,8 @@ import torch.distributed as dist
 
 import mlaunch
 from mlaunch import Ranks, launcher
-from mlaunch.rendezvous.address import listen
 from tests.contract.test_engine_calls import Threads
+from tests.processes import listen
 
 _MOST_STEPS = 10**5
 _PATIENCE = 120.0  # seconds after which a call hangs

@@ -30,10 +30,7 @@ import torch.distributed as dist
 
 import mlaunch
 from mlaunch import launcher
-from mlaunch.caller.server.prepared_launch import preparation
-from mlaunch.caller.server.warm import warm_server
-from mlaunch.leases.acquisition import standing
-from mlaunch.leases.site import place
+from tests import launches
 from tests.conftest import ROOT, _shared_memory
 from tests.contract.crashes import HOW, PLACES, Fuse
 from tests.processes import children, descendants, wait_gone
@@ -72,7 +69,7 @@ def failures(trials: int, seed: int = 1) -> Failures:
     chance, found = random.Random(seed), Failures()
     plan = [_chosen(chance) for _ in range(trials)]
     launcher(int, 2)()  # the fork server stays
-    preparation.drop()
+    launches.drop_prepared()
     before = _standing()
     train = launcher(end_or_return, 2, concurrent=4, deadline=_PATIENCE, grace_period=0.1, output="none")
     runs = train.map(range(trials), [where for where, _ in plan], [fuse for _, fuse in plan], return_exceptions=True)
@@ -84,8 +81,8 @@ def failures(trials: int, seed: int = 1) -> Failures:
     for number, (run, (where, _)) in enumerate(zip(runs, plan, strict=True)):
         _compare(found, number, where, run.exception() or run.result())
     del runs
-    preparation.drop()
-    wait_gone(children(warm_server.get(os.environ).pid))
+    launches.drop_prepared()
+    wait_gone(children(launches.server_pid()))
     found.left = _left(before)
     return found
 
@@ -93,7 +90,7 @@ def failures(trials: int, seed: int = 1) -> Failures:
 def _left(before: set[str]) -> list[str]:
     """Returns what is there still after some time; a fork server in the place of one that was killed does not count."""
     end = time.monotonic() + _TIDY
-    while (left := _standing() - before - {f"process {warm_server.get(os.environ).pid}"}) and time.monotonic() < end:
+    while (left := _standing() - before - {f"process {launches.server_pid()}"}) and time.monotonic() < end:
         signal.sigtimedwait([], 0.1)
     return sorted(left)
 
@@ -120,7 +117,7 @@ def _compare(found: Failures, number: int, where: str, outcome: Any) -> None:
 
 def _standing() -> set[str]:
     """Names what a sweep may leave behind, beside the fork server and what that has prepared."""
-    held, waiting = standing(place(os.environ))
+    held, waiting = launches.leases()
     fds = collections.Counter(os.readlink(f"/proc/self/fd/{fd}").partition(":")[0] for fd in _open_fds())
     return {
         *(f"lease {one}" for one in (*held, *waiting)),

@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlaunch.caller.server import zygote_upkeep
+from tests import launches
 
 _SCRIPT = "import os; print(os.environ['RANK'], flush=True)\n"
 _COMMAND = (sys.executable, "-m", "mlaunch", "run", "--nproc-per-node", "2")
@@ -55,7 +55,7 @@ class _Command:
         agent = next((child for found in server for child in _children(found)), 0)
         found = {"server": next(iter(server), 0), "agent": agent}
         if self.victim == "zygote":
-            found["zygote"] = next((state.pid for state in zygote_upkeep.states(os.environ)), 0)
+            found["zygote"] = next((state.pid for state in launches.kept_servers()), 0)
         with contextlib.suppress(ProcessLookupError):
             os.kill(found.get(self.victim) or pid, signal.SIGKILL)
 
@@ -67,7 +67,7 @@ def storm(folder: Path, commands: int, at_once: int, seed: int = 1) -> Outcome:
     os.environ.pop("PYTHONUNBUFFERED", None)  # with it, lines of two ranks may mix
     script = folder / f"storm-{os.getpid()}.py"
     script.write_text(_SCRIPT, encoding="utf-8")
-    zygote_upkeep.begin(os.environ, 1200, ())
+    launches.keep_a_server(1200)
     running: list[_Command] = []
     callers: list[int] = []
     while len(callers) < commands or running:
@@ -78,9 +78,9 @@ def storm(folder: Path, commands: int, at_once: int, seed: int = 1) -> Outcome:
             if _is_over(command, found):
                 running.remove(command)
         signal.sigtimedwait([], 0.01)
-    found.forks = sum(state.served for state in zygote_upkeep.states(os.environ))
+    found.forks = sum(state.served for state in launches.kept_servers())
     found.left = _left(folder, script, callers)
-    zygote_upkeep.end_all(os.environ)
+    launches.end_kept_servers()
     return found
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlaunch import launcher
 from tests.contract.preparing import pids_of, prepared, preparing
+from tests.launches import Phase, phase_of
 from tests.processes import alive, status_of, wait_gone, wait_until
 
 if TYPE_CHECKING:
@@ -147,12 +148,8 @@ def after_the_answer(how: str) -> int:
 
 
 def _crash_in_time(how: str) -> None:
-    from mlaunch.protocol.messages.launch_messages import Phase
-    from mlaunch.rank.for_users import progress
-
-    if progress.slot is not None:
-        board = progress.slot.board
-        wait_until(lambda: board[1] is Phase.RETURNED)
+    if phase_of(1) is not None:
+        wait_until(lambda: phase_of(1) is Phase.RETURNED)
         crash(how)
 
 

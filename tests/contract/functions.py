@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from mlaunch import Ranks, launcher
+from mlaunch import launcher
 
 counter = [0]
 
@@ -100,23 +100,3 @@ def _tell_once_it_waits(key: str, thread: int) -> None:
             break
         threading.Event().wait(0.01)
     dist.distributed_c10d._get_default_store().set(key, "waits")
-
-
-def kept_numbers(ranks: Ranks) -> dict[str, int]:
-    """The descriptors by which the caller of these ranks speaks to them."""
-    session = ranks._set.session
-    handle, driver = session.handle, session._driver
-    agent = handle._limits.agent
-    assert agent is not None
-    return {
-        "wakes": driver._wake.fd,
-        "ends": driver._end.fd,
-        "thread": driver._kept.fd,
-        "relay": handle.relay.fileno(),
-        "channel": handle.agent.fileno(),
-        "agent": agent.fd,
-        "way": handle._direct._ranks[0].fileno(),
-        "answers": handle._direct._kept[0].fd,
-        "all there": handle._direct.fd,
-        "output": next(iter(handle.relay._pipes)),
-    }

@@ -9,11 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mlaunch import launcher
-from mlaunch.caller.server.prepared_launch import preparation
-from mlaunch.caller.server.warm import warm_server
-from mlaunch.cli.ps_and_stacks import ask
-from mlaunch.protocol.messages.launch_messages import Phase
-from mlaunch.protocol.visitors import STATUS
+from tests import launches
 from tests.processes import children, session_of, wait_gone
 
 LIMIT = 60.0  # seconds, of every wait
@@ -22,7 +18,7 @@ PREPARED = "(prepared for the next call)"
 
 
 def agents() -> list[int]:
-    return children(warm_server.get(os.environ).pid)
+    return children(launches.server_pid())
 
 
 def until_kept(call: Callable[[], int]) -> int:
@@ -40,9 +36,9 @@ def prepared() -> dict[str, Any]:
     until = time.monotonic() + LIMIT
     seen: list[dict[str, Any]] = []
     while time.monotonic() < until:
-        seen = ask(STATUS)
+        seen = launches.ask("status")
         for launch in seen:
-            ready = all(rank["state"] == Phase.IDLE.value for rank in launch["ranks"])
+            ready = all(rank["state"] == launches.Phase.IDLE.value for rank in launch["ranks"])
             if launch["function"] == PREPARED and launch["agent"] in agents() and ready:
                 return launch
         os.sched_yield()
@@ -62,7 +58,7 @@ def preparing() -> Iterator[None]:
     finally:
         if before is not None:
             os.environ["MLAUNCH_PREPARE"] = before
-        preparation.drop()
+        launches.drop_prepared()
         launcher(int, 1)()  # after it, the fork server no longer begins to prepare what was dropped
         servers = [pid for pid in children(os.getpid()) if session_of(pid) == pid]  # those that were replaced end, too
-        wait_gone([*agents(), *(pid for pid in servers if pid != warm_server.get(os.environ).pid)], LIMIT)
+        wait_gone([*agents(), *(pid for pid in servers if pid != launches.server_pid())], LIMIT)

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mlaunch import LaunchError, Ranks, comm, device, get_backend, get_local_device_id, launcher, warm_up
-from mlaunch.caller.server.warm import warm_server
-from tests import toy
+from tests import launches, toy
 from tests.conftest import ROOT
 from tests.contract.preparing import pids_of, prepared, preparing
 from tests.system.commands import FRESH, run, write
@@ -144,7 +143,7 @@ def counts_of(deed: str) -> tuple[set[int], set[int]]:
     log.write_text("")
     on()
     lines = [line.split(maxsplit=1) for line in log.read_text().splitlines()]
-    return {int(pid) for pid, done in lines if done == deed}, {os.getpid(), warm_server.get(os.environ).pid}
+    return {int(pid) for pid, done in lines if done == deed}, {os.getpid(), launches.server_pid()}
 
 
 def test_devices_are_counted_neither_in_the_caller_nor_in_the_fork_server(caller: Runner) -> None:

@@ -8,31 +8,17 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mlaunch import LaunchError, Ranks, launcher
-from mlaunch.agent.supervision.stack_requests import state_of
-from mlaunch.base import linux
-from mlaunch.caller.launch import start
-from mlaunch.caller.server.prepared_launch import preparation
-from mlaunch.caller.server.warm import warm_server
-from mlaunch.cli.ps_and_stacks import ask
-from mlaunch.forkserver import children as children_module
-from mlaunch.forkserver.children import _MOST_LAUNCHES as MOST
-from mlaunch.forkserver.children import Child, Children
-from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.launch_messages import AgentStarted, Reaped
-from mlaunch.protocol.messages.server_messages import Free, ServeNext
-from mlaunch.protocol.visitors import STATUS
-from tests import processes
+from tests import launches
 from tests.conftest import ROOT
 from tests.contract.functions import total
 from tests.contract.preparing import LIMIT, TRIES, agents, until_kept
-from tests.processes import alive, wait_gone, wait_until
+from tests.processes import alive, status_of, wait_gone, wait_until
 from tests.users import users_environ
 
 
@@ -92,7 +78,7 @@ def test_an_agent_that_somebody_ends_or_stops_is_not_missed(number: signal.Signa
     agent = until_kept(agent_of)
     with contextlib.suppress(ProcessLookupError):  # it may have left in the meantime
         os.kill(agent, number)
-        while alive(agent) and state_of(agent) != "T":  # it would be stopped during the next launch
+        while alive(agent) and status_of(agent)[0] != "T":  # it would be stopped during the next launch
             os.sched_yield()
     assert launcher(total, 2)() == [2, 2]
     wait_gone([agent], LIMIT)
@@ -101,7 +87,7 @@ def test_an_agent_that_somebody_ends_or_stops_is_not_missed(number: signal.Signa
 def held_by_agent() -> tuple[int, int]:
     """Waits until the agent can be asked, for which it has opened more than in its first moments."""
     agent = os.getppid()
-    while not any(launch["agent"] == agent for launch in ask(STATUS)):
+    while not any(launch["agent"] == agent for launch in launches.ask("status")):
         os.sched_yield()
     return agent, len(os.listdir(f"/proc/{agent}/fd"))
 
@@ -193,129 +179,15 @@ def test_an_agent_ends_with_its_fork_server(how: str, prepare: str, monkeypatch:
     """A server that is retired while an agent rests prepares nothing: that would keep it."""
     monkeypatch.setenv("MLAUNCH_PREPARE", prepare)
     agent = until_kept(agent_of)
-    server = warm_server.get(os.environ)
+    server = launches.fork_server()
     if how == "killed":
         os.kill(server.pid, signal.SIGKILL)
     else:
         server.retire()
     wait_gone([server.pid, agent])
-    preparation.drop()
+    launches.drop_prepared()
     monkeypatch.setenv("MLAUNCH_PREPARE", "0")
     assert launcher(total, 2)() == [2, 2]
-
-
-@pytest.mark.parametrize("killed", [2, 3])
-def test_an_agent_that_is_killed_before_it_has_begun_anything_is_replaced(
-    killed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As one may be that rests, a moment before its next launch."""
-    sends: Callable[..., Channel] = start.send_launch
-    begun: list[int] = []
-
-    def send(*args: Any, **options: Any) -> Channel:
-        begun.append(1)
-        if len(begun) > killed:
-            return sends(*args, **options)
-        ours, theirs = Channel.pair()
-        with open(os.pidfd_open(os.getpid()), "rb") as pidfd:
-            theirs.send(AgentStarted(os.getpid()), [pidfd.fileno()])
-        theirs.send(Reaped(-signal.SIGKILL))
-        theirs.close()
-        return ours
-
-    monkeypatch.setattr(start, "send_launch", send)
-    if killed == 2:
-        assert launcher(total, 2)() == [2, 2]
-        return
-    words = r"the agent was killed by SIGKILL before it could start .*total\(\); 2 others before it met the same end"
-    with pytest.raises(LaunchError, match=words):
-        launcher(total, 2)()
-
-
-STOPS_IN_PART = """
-import os, signal, sys, threading
-opens = [(os.POSIX_SPAWN_OPEN, 0, sys.argv[1], os.O_RDONLY, 0)]
-threading.Thread(target=os.posix_spawnp, args=("true", ["true"], os.environ), kwargs={"file_actions": opens}).start()
-signal.pause()
-"""
-
-
-def stop(pid: int) -> None:
-    os.kill(pid, signal.SIGSTOP)
-    while state_of(pid) != "T":
-        os.sched_yield()
-
-
-@contextlib.contextmanager
-def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        process.kill()
-        process.wait()
-
-
-def test_an_agent_that_is_about_to_be_stopped_serves_no_launch(tmp_path: Path) -> None:
-    """One thread is in vfork, where it cannot stop, until the file has a writer: the kernel tells of no stop yet."""
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
-    ours, theirs = Channel.pair()
-    process = subprocess.Popen([sys.executable, "-c", STOPS_IN_PART, str(fifo)])
-    with ended(process), contextlib.closing(ours), contextlib.closing(theirs):
-        while not processes.children(process.pid):
-            os.sched_yield()
-        try:
-            stop(process.pid)
-            assert linux.is_stopped(process.pid)
-            assert not Child(process.pid, -1, None, is_agent=True, link=ours, rests=True).serves(ServeNext(), [])
-        finally:
-            fifo.write_bytes(b"")
-
-
-@pytest.mark.parametrize("order", ["before", "after"])
-def test_an_agent_that_is_stopped_as_it_leaves_is_ended(order: str) -> None:
-    ours, theirs = Channel.pair()
-    process = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-    with ended(process), contextlib.closing(theirs):
-        child = Child(process.pid, -1, None, is_agent=True, link=ours, rests=True)
-        if order == "before":
-            stop(process.pid)
-        child.dismiss()
-        if order == "after":
-            stop(process.pid)
-            child.end_stopped()
-        assert process.wait(LIMIT) == -signal.SIGKILL
-
-
-def test_an_agent_that_does_not_end_with_its_caller_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that waits for a debugger inside of os.fork; within its grace period, and a time of its own, nobody is."""
-    monkeypatch.setattr(children_module, "AGENT_TIMEOUT", 0.0)
-    monkeypatch.setattr(children_module, "_STOPPED_TIMEOUT", 0.0)
-    process = subprocess.Popen(["sleep", "1000"])
-    agents = Children()
-    agents.add(Child(process.pid, os.pidfd_open(process.pid), None, is_agent=True))
-    agents.outlive_caller()
-    process.wait()
-    assert not processes.alive(process.pid)
-    os.close(*agents.fds())
-
-
-@pytest.mark.parametrize(("launches", "rest"), [([1], 1), ([MOST], 0), ([1, 1], 1), ([MOST, 1], 1)])
-def test_how_many_rest(launches: list[int], rest: int) -> None:
-    """One at most, and none for ever, since each launch leaves some memory that nobody uses."""
-    children, ends = Children(), []
-    for number in launches:
-        ours, theirs = Channel.pair()
-        ends += [ours, theirs]
-        children.add(Child(os.getpid(), ours.fileno(), None, is_agent=True, link=ours, launches=number))
-        theirs.send(Free())
-    ready = children.sources()
-    assert len(children.hear_free(ready)) == len(launches)
-    assert not children.busy
-    assert sum(child.link is not None for child in children) == rest
-    assert (children.resting is not None) == bool(rest)
-    for end in ends:
-        end.close()
 
 
 @pytest.mark.parametrize("calls", [1, 2])
@@ -340,11 +212,11 @@ def test_an_agent_does_not_grow_by_being_looked_at() -> None:
 
     def look(times: int) -> None:
         for _ in range(times):
-            assert any(launch["agent"] == agent for launch in ask(STATUS))
+            assert any(launch["agent"] == agent for launch in launches.ask("status"))
 
     with Ranks(n_gpus=1) as ranks:
         agent = ranks.run(os.getppid)[0]
-        wait_until(lambda: any(launch["agent"] == agent for launch in ask(STATUS)))
+        wait_until(lambda: any(launch["agent"] == agent for launch in launches.ask("status")))
         look(100)
         before = anonymous(agent)
         look(1_000)

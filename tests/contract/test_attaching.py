@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 import pdb
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,17 +17,11 @@ import torch
 import torch.distributed as dist
 
 from mlaunch import LaunchError, Ranks, launcher
-from mlaunch.agent.debug_visit import DebugVisit
-from mlaunch.agent.questions import Questions
-from mlaunch.caller import running_launches
-from mlaunch.cli import main
-from mlaunch.protocol import registry, visitors
-from mlaunch.protocol.visitors import DEBUG, STATUS, WHY
-from mlaunch.rank.setup.group import HeldLimits
+from tests import launches
 from tests.system import commands
 from tests.terminal import Terminal
 
-COMMAND = "import sys\nfrom mlaunch.cli import main\nsys.exit(main(['debug', *sys.argv[1:]]))\n"
+COMMAND = "import runpy, sys\nsys.argv.insert(1, 'debug')\nrunpy.run_module('mlaunch', run_name='__main__')\n"
 VISITOR = "is debugged by mlaunch debug (pid "
 
 
@@ -75,7 +66,7 @@ def submit(function: Callable[..., Any], *args: object, **kwargs: object) -> Fut
 
 def ours() -> list[dict[str, Any]]:
     """Returns the launches that this test has made: other programs' may run, too."""
-    return [one for one in running_launches.ask(STATUS) if one["caller"] == os.getpid() or "test_" in one["cwd"]]
+    return [one for one in launches.ask("status") if one["caller"] == os.getpid() or "test_" in one["cwd"]]
 
 
 def running_id() -> str:
@@ -223,7 +214,7 @@ def test_a_rank_inside_c(tmp_path: Path, terminals: Callable[..., Terminal]) -> 
 
 
 def why() -> list[Any]:
-    return [rank for launch in running_launches.ask(WHY, running_id()) for rank in launch["ranks"]]
+    return [rank for launch in launches.ask("why", running_id()) for rank in launch["ranks"]]
 
 
 def double(number: int) -> int:
@@ -286,7 +277,7 @@ def test_bad_input(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def told(*args: str) -> str:
-        assert main(["debug", *args]) == 1
+        assert launches.command("debug", *args) == 1
         return capsys.readouterr().err
 
     future = submit(launcher(count, 2, device_type="cpu"), tmp_path / "go")
@@ -296,7 +287,7 @@ def test_bad_input(
     assert "rank 7: count() has on this machine ranks 0-1" in told(name, "7")
     assert "standard input and output must be a terminal" in told(name, "1")
     with pytest.raises(SystemExit):
-        main(["debug", name, "one"])
+        launches.command("debug", name, "one")
     assert "one: allowed: a rank, or ranks with commas" in capsys.readouterr().err
     terminal = terminals()
     terminal.until("(Pdb, rank ")
@@ -307,56 +298,25 @@ def test_bad_input(
     terminal.type("\x03")
     terminal.end()
     future.result()
-    monkeypatch.setattr(registry, "candidates", lambda _environ: [tmp_path])
+    launches.hide_other_launches(monkeypatch, tmp_path)
     assert f"no launch of this user is running here (looked in {tmp_path})" in told()
 
 
 def test_without_an_id(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The only launch is taken; several are listed."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(registry, "candidates", lambda _environ: [tmp_path / "mlaunch"])
+    launches.hide_other_launches(monkeypatch, tmp_path / "mlaunch")
     first = submit(launcher(count, 2, device_type="cpu"), tmp_path / "go")
     running_id()
-    assert main(["debug"]) == 1
+    assert launches.command("debug") == 1
     assert "standard input and output must be a terminal" in capsys.readouterr().err
     second = submit(launcher(count, 1, device_type="cpu"), tmp_path / "go")
     while len(found := ours()) < 2:
         os.sched_yield()
-    assert main(["debug"]) == 0
+    assert launches.command("debug") == 0
     said = capsys.readouterr().out
     assert all(f"{launch['id'][:8]}  count()" in said for launch in found)
     assert "say which, and if you wish a rank: mlaunch debug " in said
     (tmp_path / "go").write_text("")
     assert len(set(first.result())) == 1
     second.result()
-
-
-def test_the_callers_own_debugger_goes_first() -> None:
-    spec: Any = SimpleNamespace(debug="pdb", name="train()")
-    visit, (our_end, theirs) = DebugVisit(lambda: spec), socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    assert visit.take(theirs, DEBUG, Questions({})) is None
-    _, fds, _, _ = socket.recv_fds(our_end, 1, 1)
-    our_end.close()
-    assert visitors.read_status(fds[0]) == {
-        "refused": "train() was called with debug=: its ranks' debugger is where that was"
-    }
-
-
-@pytest.mark.ranks(2)
-def test_limits_are_lifted_and_given_back() -> None:
-    group = dist.new_group(timeout=timedelta(seconds=7))
-    limits = HeldLimits()
-    limits.hold()
-    limits.hold()
-    assert limit_of(group) > timedelta(days=1)
-    later = dist.new_group()
-    limits.give_back()
-    assert limit_of(group) == timedelta(seconds=7)
-    assert limit_of(later) > timedelta(days=1)
-    assert limit_of(dist.new_group()) < timedelta(hours=1)
-    dist.barrier()
-
-
-def limit_of(group: Any) -> timedelta:
-    found: timedelta = group._get_backend(torch.device("cpu")).options._timeout
-    return found

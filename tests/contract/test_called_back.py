@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from mlaunch import Ranks
+from tests import launches
 from tests.contract.functions import caught
 from tests.contract.test_in_step import STAYED, intact, lost, notes, spin
 from tests.import_storm import importing, storm
@@ -95,7 +96,7 @@ def test_fresh_ranks_have_what_cells_need_before_the_first(ranks: Ranks) -> None
     pytest.importorskip("IPython")
 
     def is_open() -> bool:
-        return "mlaunch.rank.cells.shell" in sys.modules
+        return launches.is_ready_for_cells()
 
     for _ in range(2):
         assert ranks.run(is_open) == [False, False]

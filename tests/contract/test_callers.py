@@ -20,9 +20,7 @@ import pytest
 import torch
 
 from mlaunch import LaunchError, Ranks, launcher
-from mlaunch.caller.server import start_server
-from mlaunch.caller.server.warm import warm_server
-from mlaunch.rank.setup import device, group
+from tests import launches
 from tests.conftest import ROOT
 from tests.users import users_environ
 
@@ -57,7 +55,7 @@ def test_a_wakeup_descriptor_is_the_callers_alone() -> None:
 
 
 def test_the_fork_server_keeps_no_directory_busy() -> None:
-    assert os.readlink(f"/proc/{warm_server.get(os.environ).pid}/cwd") == "/"
+    assert os.readlink(f"/proc/{launches.server_pid()}/cwd") == "/"
 
 
 def test_a_caller_that_blocks_signals() -> None:
@@ -79,16 +77,6 @@ def test_a_caller_that_ignores_sigchld(run_script: Any) -> None:
         "    print(launcher(lambda: 1, 2, start_method=method)())\n"
     )
     assert done.stdout == "[1, 1]\n" * 3, done.stderr
-
-
-def test_a_caller_that_waits_for_any_child() -> None:
-    """It may be faster than we, who then do not know how the fork server ended."""
-    pid = os.fork()
-    if pid == 0:
-        os._exit(3)
-    wait = start_server._Waiter(pid)
-    os.waitpid(pid, 0)
-    assert (wait(60.0), wait(0.0)) == (0, 0)
 
 
 def test_an_interrupt_while_the_first_call_imports(run_script: Any) -> None:
@@ -332,7 +320,7 @@ def test_parameters_may_have_any_name() -> None:
     call = launcher(weigh, 1)
     wanted = [0, 1, 2, 3, 4, 5]
     assert call(**given) == call.submit(**given).result(60) == [wanted]
-    if device.version() >= group.DESTRUCTIBLE:  # an older torch keeps descriptors of a group that is left
+    if launches.leaves_no_descriptors():  # an older torch keeps descriptors of a group that is left
         assert call.options(inline=True)(**given) == [wanted]
     assert [run.result(60) for run in call.grid(**{name: [value] for name, value in given.items()})] == [[wanted]]
     with Ranks(n_gpus=1) as ranks:

@@ -28,15 +28,10 @@ import torch
 import torch.distributed as dist
 
 from mlaunch import Ranks, launcher
-from mlaunch.base import memory_maps
-from mlaunch.caller.server import start_server
-from mlaunch.caller.server.warm import warm_server
-from mlaunch.protocol.calls import Reference, portable
-from mlaunch.protocol.messages.launch_messages import Phase
-from mlaunch.rank.for_users import progress
-from tests import builds
+from tests import builds, launches
 from tests.conftest import ROOT
 from tests.contract import functions
+from tests.launches import Phase, board_here
 from tests.system.network import free_port
 
 pytestmark = pytest.mark.usefixtures("as_users_have_it")
@@ -71,13 +66,13 @@ def test_a_rank_that_returned_stays_until_all_have() -> None:
     """Its end would break a group that others are still making."""
 
     def train() -> str:
-        place = progress.slot
-        if dist.get_rank() == 1 or place is None:
+        board = board_here()
+        if dist.get_rank() == 1 or board is None:
             return ""
         deadline = time.monotonic() + 60
-        while place.board[1] not in {Phase.RETURNED, Phase.LEAVING} and time.monotonic() < deadline:
+        while board[1] not in {Phase.RETURNED, Phase.LEAVING} and time.monotonic() < deadline:
             os.sched_yield()
-        return place.board[1].value
+        return board[1].value
 
     assert launcher(train, 2)() == ["waiting for the others to return", ""]
 
@@ -213,7 +208,7 @@ def test_cores_are_shared_unless_the_user_chose(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_devices_are_counted_in_a_process_of_their_own() -> None:
-    server = warm_server.get(os.environ)
+    server = launches.fork_server()
     assert server.count_devices(os.environ) == torch.accelerator.device_count()
     if server.ready().accelerator == "cuda":
         assert server.count_devices({**os.environ, "CUDA_VISIBLE_DEVICES": ""}) == 0
@@ -226,12 +221,6 @@ def test_an_importable_function_is_imported_not_copied() -> None:
     assert functions.decorated(5) == [(5, True), (6, True)]
     assert functions.launched(4) == [40, 41]
     assert functions.counter == [0]
-
-
-@pytest.mark.parametrize(("name", "depth"), [("fit", 1), ("of_class", 2), ("static", 2)])
-def test_methods_of_all_kinds_are_imported_too(name: str, depth: int) -> None:
-    function = inspect.unwrap(inspect.getattr_static(functions.Model, name))
-    assert portable(function) == Reference("tests.contract.functions", f"Model.{name}", depth)
 
 
 def test_closures_lambdas_and_local_classes_travel() -> None:
@@ -421,7 +410,7 @@ def test_output_keeps_its_order_and_place(run_script) -> None:  # type: ignore[n
 @pytest.mark.slow
 def test_a_caller_with_threads_and_a_busy_openmp_pool() -> None:
     torch.ones(5_000_000).sum()
-    start_server._warn_of_threads.cache_clear()  # an earlier test may have been warned
+    launches.forget_warnings()  # an earlier test may have been warned
     stop = threading.Event()
     threads = [threading.Thread(target=stop.wait) for _ in range(20)]
     for thread in threads:
@@ -441,7 +430,7 @@ def test_a_caller_with_threads_and_a_busy_openmp_pool() -> None:
 
 def test_a_busy_openmp_pool_of_a_library_anywhere(run_script, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """In an environment below "My Documents", say, or in a directory whose name is not UTF-8."""
-    path = next((mapping.path for mapping in memory_maps.mappings() if "libgomp" in mapping.path), None)
+    path = next((path for path in launches.mapped_files() if "libgomp" in path), None)
     if path is None:
         pytest.skip("this torch has another OpenMP than libgomp")
     folder = os.path.join(os.fsencode(tmp_path), b"M\xfcller 2")
@@ -506,14 +495,14 @@ print(launcher(train, 2)(3))
 def test_a_fork_of_the_caller_has_a_server_of_its_own() -> None:
     functions.launched(1)
     reader, writer = os.pipe()
-    held = warm_server._lock
+    held = launches.lock_of_the_server()
     held.acquire()  # as another thread may, which the fork does not have
     pid = os.fork()
     if pid == 0:
         try:
             signal.alarm(60)
             os.write(writer, repr(functions.launched(2)).encode())
-            warm_server.close()
+            launches.end_server()
         finally:
             os._exit(0)
     held.release()

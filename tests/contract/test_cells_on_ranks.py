@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from mlaunch import Ranks
+from tests import launches
 
 pytest.importorskip("torch")
 pytest.importorskip("IPython", reason="IPython is not installed (extra: test)")
@@ -178,7 +179,7 @@ def test_an_interrupt_before_the_ranks_know_of_it_shows_no_frames(run: Run, monk
 
     run("%load_ext mlaunch")
     run("%ranks 1 --device-type cpu")
-    monkeypatch.setattr("mlaunch.notebook.magics.cell_source", interrupted)
+    launches.read_cells_by(monkeypatch, interrupted)
     shown = run("%%ranks\n1").error_in_exec
     assert isinstance(shown, KeyboardInterrupt)
     assert shown._render_traceback_() == ["KeyboardInterrupt"]  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mlaunch import launcher
-from mlaunch.caller.debugging import asking
+from tests import launches
 from tests.processes import descendants, wait_gone
 from tests.terminal import Terminal
 
@@ -107,7 +107,7 @@ def test_the_lines_may_come_from_a_program(
         return next(answers)
 
     monkeypatch.setenv("TERM", "dumb")
-    monkeypatch.setattr(asking, "check_place", lambda _name: None)
+    launches.ask_anywhere(monkeypatch)
     monkeypatch.setattr("builtins.input", answer)
     assert launcher(train, 2, device_type="cpu", debug=True, start_method=start_method)() == [15.0, 15.0]
     assert asked == [PROMPT] * 4

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from mlaunch import LaunchError, LaunchTimeout, launcher
-from mlaunch.agent import fork_ranks
+from tests import launches
 from tests.contract import crashes
 from tests.contract.preparing import TRIES
 
@@ -266,7 +266,7 @@ def held_by() -> tuple[int, list[str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_nor_do_ranks_that_are_forked_in_several_goes(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork_ranks, "_AT_ONCE", at_once)  # the agent of "fork" is a fork of this process
+    launches.fork_at_once(monkeypatch, at_once)  # the agent of "fork" is a fork of this process
     (alone,) = launcher(held, 1, start_method="fork")()
     assert launcher(held, 3, start_method="fork")() == [alone] * 3
 

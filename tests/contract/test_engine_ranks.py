@@ -19,11 +19,7 @@ import torch
 import torch.distributed as dist
 
 from mlaunch import LaunchError, LaunchTimeout, Ranks, launcher, scatter
-from mlaunch.caller.ranks import keep
-from mlaunch.cli.ps_and_stacks import ask
-from mlaunch.member import member
-from mlaunch.protocol.machines.frame_stream import FrameStream
-from mlaunch.protocol.visitors import STATUS
+from tests import launches
 from tests.contract.test_engine_calls import Threads, engine
 from tests.processes import wait_gone, wait_until
 from tests.system.engine_caller import Trigger
@@ -340,7 +336,7 @@ def test_ranks_are_seen_where_they_were_called(ranks: Ranks) -> None:
     pids = ranks.run(pid)
     launch: dict[str, Any] = {"ranks": [{"pid": 0}]}
     while not all(rank["pid"] for rank in launch["ranks"]):  # an agent listens some moments after its ranks' start
-        seen = [one for one in ask(STATUS) if one["caller"] == os.getpid()]  # other launches may run here
+        seen = launches.own_statuses()  # other launches may run here
         (launch,) = (one for one in seen if len(one["ranks"]) == 3)
     assert launch["function"] == "Ranks (3)"
     assert [(rank["pid"], rank["host"]) for rank in launch["ranks"]] == list(zip(pids, ["m0", "m0", "m1"], strict=True))
@@ -353,13 +349,9 @@ def test_ranks_of_a_decorated_function_stay(engine: Threads) -> None:
     assert call() == pids
     assert launcher(total, 2, engine=engine, keep=60)() == [3, 3, 3]
     assert len(engine.placements) == 1
-    for found in keep._sets.values():
-        found.ranks.close()
-    keep._sets.clear()
+    launches.end_sets_that_stay()
     assert not set(pids) & set(call())
-    for found in keep._sets.values():
-        found.ranks.close()
-    keep._sets.clear()
+    launches.end_sets_that_stay()
 
 
 @pytest.mark.slow
@@ -424,9 +416,9 @@ def test_a_machine_that_is_lost(when: str) -> None:
     """The call ends with it, and the next one asks the engine for others."""
     streams: dict[str, int] = {}
 
-    def serve(stream: FrameStream, host: str) -> None:
+    def serve(stream: launches.FrameStream, host: str) -> None:
         streams[host] = stream.outgoing
-        member.serve(stream, host)
+        launches.serve_as_member(stream, host)
 
     def cut() -> None:
         with socket.socket(fileno=os.dup(streams["m1"])) as connection:
@@ -443,7 +435,7 @@ def test_a_machine_that_is_lost(when: str) -> None:
         ranks.run(pid)
         if when == "between calls":
             cut()
-            assert ranks._set.session.ended.wait(LIMIT)
+            assert launches.session_of(ranks).ended.wait(LIMIT)
             with pytest.warns(RuntimeWarning, match="the ranks were lost between calls: host m1 was lost: POWER_CUT"):
                 assert len(ranks.run(pid)) == 3
             return

@@ -18,9 +18,7 @@ import torch.distributed as dist
 
 import mlaunch
 from mlaunch import LaunchError, launcher
-from mlaunch.caller.ranks import keep
-from mlaunch.member import member
-from mlaunch.protocol.machines.frame_stream import FrameStream
+from tests import launches
 from tests.contract.test_engine_calls import LIMIT, Threads
 from tests.processes import wait_until
 
@@ -150,9 +148,9 @@ def test_failures_and_retries(engine: Alike) -> None:
 def test_a_machine_that_is_lost_is_used_no_more(tmp_path: Path) -> None:
     streams: dict[str, int] = {}
 
-    def serve(stream: FrameStream, host: str) -> None:
+    def serve(stream: launches.FrameStream, host: str) -> None:
         streams[host] = stream.outgoing
-        member.serve(stream, host)
+        launches.serve_as_member(stream, host)
 
     def cut(host: str) -> None:
         with socket.socket(fileno=os.dup(streams[host])) as connection:
@@ -205,9 +203,7 @@ def test_trials_take_the_warm_ranks_of_their_machines(engine: Alike, tmp_path: P
         run = call.submit(1, folder=tmp_path)
         wait_until((tmp_path / "1-began-0").exists)
         assert run.cancel()
-    for one in keep._sets.values():
-        one.ranks.close()
-    keep._sets.clear()
+    launches.end_sets_that_stay()
 
 
 def test_a_trial_whose_rank_dies_costs_the_ranks_of_its_machine_alone(engine: Alike) -> None:
@@ -228,9 +224,7 @@ def test_a_trial_whose_rank_dies_costs_the_ranks_of_its_machine_alone(engine: Al
         assert len(before) == len(after) == 2
         assert len(before & after) == 1
         assert len(engine.placements) == 1
-    for one in keep._sets.values():
-        one.ranks.close()
-    keep._sets.clear()
+    launches.end_sets_that_stay()
 
 
 def test_an_impossible_sweep_is_raised_where_it_is_begun(engine: Alike) -> None:

@@ -20,13 +20,7 @@ import pytest
 import torch.distributed as dist
 
 from mlaunch import LaunchError, Ranks, launcher
-from mlaunch.base.fds import OwnedFds
-from mlaunch.forkserver.agents import Launch, begin
-from mlaunch.forkserver.children import Children
-from mlaunch.protocol import explain
-from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.attached import LaunchFds
-from mlaunch.protocol.messages.launch_messages import Reaped
+from tests import launches
 from tests.conftest import OURS
 from tests.contract import crashes, functions
 from tests.processes import wait_gone
@@ -197,7 +191,7 @@ def test_an_exception_arrives_unchanged(make: Callable[[], Exception]) -> None:
     with pytest.raises(type(error)) as caught:
         launcher(train, 1)()
     assert (str(caught.value), caught.value.args) == (str(error), error.args)
-    assert explain._content(caught.value)[1].items() >= explain._content(error)[1].items()  # there are notes
+    assert launches.content_of(caught.value).items() >= launches.content_of(error).items()  # there are notes
 
 
 def leave(how: Any) -> None:
@@ -426,9 +420,7 @@ def test_no_collective_breaks_before_its_ranks_are_stopped(tmp_path: Path) -> No
 
 def states_of_this_launch() -> list[str]:
     """In a rank: what ``mlaunch ps`` says of all of them."""
-    from mlaunch.cli import ps_and_stacks
-
-    for launch in ps_and_stacks.ask(b"status"):
+    for launch in launches.ask("status"):
         if os.getpid() in [rank["pid"] for rank in launch["ranks"]]:
             return [rank["state"] for rank in launch["ranks"]]
     return []
@@ -592,27 +584,6 @@ def test_an_agent_that_lacks_file_descriptors(run_script: Any) -> None:
     assert "OSError: [Errno 24] Too many open files: the limit is 40 open files; raise it with ulimit -n" in done.stderr
     assert "<lambda>(): 20 ranks need about 195 open files, and this process may have 40: raise" in done.stderr
     assert "fork_ranks.py" not in done.stderr  # where we met the limit helps nobody
-
-
-@pytest.mark.slow
-def test_a_fork_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root is exempt from RLIMIT_NPROC, so the refusal itself is made up; the way it takes is real."""
-
-    def refuse() -> int:
-        raise BlockingIOError(11, "Resource temporarily unavailable")
-
-    ours, theirs = Channel.pair()
-    before = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(os, "fork", refuse)
-    children, fds = Children(), LaunchFds(-1, -1, os.dup(theirs.fileno()), -1, -1)
-    begin(Launch(fds, more=True), children, OwnedFds)
-    assert not children
-    assert len(os.listdir("/proc/self/fd")) == before
-    refused, _ = ours.receive()
-    assert refused.text.startswith("its agent could not be forked: Resource temporarily unavailable: ")
-    assert ours.receive()[0] == Reaped(1)
-    ours.close()
-    theirs.close()
 
 
 @pytest.mark.slow

@@ -18,10 +18,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from mlaunch import LaunchError, Ranks, launcher
-from mlaunch.agent import inspection
-from mlaunch.caller.running_launches import ask, launches_of, why_launch
-from mlaunch.protocol.stack_dump import STACK_SIGNAL
-from mlaunch.protocol.visitors import END, STACKS
+from tests import launches
 from tests.contract.test_engine_calls import Threads
 from tests.hang_scenes import SCENES
 from tests.healthy_runs import healthy
@@ -263,8 +260,8 @@ def test_the_rank_that_holds_up_the_others_is_named_on_two_machines(
         pytest.fail(said[-1])
     finally:
         while thread.is_alive():
-            for name in launches_of(function.__qualname__):
-                ask(END, name)
+            for name in launches.ids_of(function.__qualname__):
+                launches.ask("end", name)
             thread.join(0.1)
 
 
@@ -330,7 +327,7 @@ def test_a_rank_that_stays_and_is_out_of_step() -> None:
         future = ranks.submit(hold_up, in_a_lock)
 
         def is_said() -> bool:
-            return any(re.match(CASES[in_a_lock], why_launch(name)) for name in launches_of("hold_up"))
+            return any(re.match(CASES[in_a_lock], launches.why(name)) for name in launches.ids_of("hold_up"))
 
         wait_until(is_said)
         ranks.terminate()
@@ -348,8 +345,8 @@ def test_slow_runs_that_are_healthy_are_not_accused() -> None:
 def count_signals(folder: Path) -> int:
     """Returns how often this rank was asked by a signal while it worked."""
     asked: list[int] = []
-    faulthandler.unregister(STACK_SIGNAL)
-    signal.signal(STACK_SIGNAL, lambda number, _: asked.append(number))
+    faulthandler.unregister(launches.STACK_SIGNAL)
+    signal.signal(launches.STACK_SIGNAL, lambda number, _: asked.append(number))
     (folder / "works").touch()
     while not (folder / "enough").exists():
         sum(range(1000))
@@ -363,15 +360,15 @@ def test_ranks_that_work_are_not_interrupted_to_say_where_they_are(
 ) -> None:
     """A signal that comes as C code enters the interpreter would end a rank of Python 3.11 or 3.12 by SIGSEGV."""
     # A rank on a busy machine may need longer than users wait for; its agent is a fork of this process.
-    monkeypatch.setattr(inspection, "_PLACES_TIMEOUT", 60.0)
+    launches.be_patient(monkeypatch, "places", 60.0)
     call, signals = launcher(count_signals, 1, start_method="fork"), list[int]()
     thread = threading.Thread(target=lambda: signals.extend(call(tmp_path)))
     thread.start()
     try:
-        wait_until(lambda: (tmp_path / "works").exists() and ask(STACKS))  # its agent listens, too
+        wait_until(lambda: (tmp_path / "works").exists() and launches.ask("stacks"))  # its agent listens, too
         for _ in range(5):
             assert call.why().startswith("no rank waits")
-            [launch] = ask(STACKS)
+            [launch] = launches.ask("stacks")
             assert "count_signals" in {function for _, _, function in launch["ranks"][0]["frames"]}
     finally:
         (tmp_path / "enough").touch()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mlaunch import Ranks, launcher, scatter
-from mlaunch.rank import held_objects as on_ranks
+from tests import launches
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def make(start: int) -> list[int]:
 
 
 def held_numbers(ranks: Ranks) -> list[list[int]]:
-    return ranks.run(lambda: sorted(sys.modules["mlaunch.rank.held_objects"].table.objects))
+    return ranks.run(launches.held_numbers)
 
 
 def test_an_object_that_is_here_is_no_function_to_hold(ranks: Ranks) -> None:
@@ -240,36 +240,3 @@ def test_scatter_is_for_ranks_that_stay() -> None:
         launcher(lambda x: x, 2)(scatter([1, 2]))
     with pytest.raises(TypeError, match="is for the arguments of calls on Ranks"):
         pickle.dumps(scatter([1]))
-
-
-def test_descriptions() -> None:
-    assert on_ranks.describe({"a": torch.zeros(2), "b": [b"123"]}).size == 11
-    assert on_ranks.describe(5).type_name == "int"
-
-
-class Raises:
-    """Whatever is asked of it."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise RuntimeError(name)
-
-    __class__ = property(lambda self: self.anything)  # type: ignore[assignment]
-    __sizeof__ = shape = nbytes = property(lambda self: self.anything)  # type: ignore[assignment]
-
-
-class Shared(torch.Tensor):
-    @classmethod
-    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
-        raise RuntimeError("a collective")
-
-
-def test_descriptions_run_no_code_and_end() -> None:
-    ring: list[Any] = [torch.zeros(2)]
-    ring.append(ring)
-    deep: list[Any] = [b"123"]
-    for _ in range(10**5):
-        deep = [deep]
-    found = [on_ranks.describe(value) for value in (ring, deep, Raises(), torch.zeros(3).as_subclass(Shared))]
-    assert [one.size for one in found if one.type_name == "list"] == [8, 3]
-    assert found[2].type_name.endswith("Raises")
-    assert (found[3].size, found[3].shape) == (12, (3,))

@@ -18,9 +18,6 @@ import torch
 import torch.distributed as dist
 
 from mlaunch import Server, launcher
-from mlaunch.rank.debugging import ide, ide_adapter
-from mlaunch.rendezvous.address import LOOPBACK
-from tests.another_user import said_by_another_user
 from tests.conftest import ROOT
 from tests.processes import wait_until
 from tests.users import users_environ
@@ -109,32 +106,6 @@ def test_a_rank_waits_for_an_ide(capsys: pytest.CaptureFixture[str]) -> None:
         client.close()
 
 
-def test_an_adapter_serves_its_user_alone() -> None:
-    """IDEs at one port, at the other the rank, which knows the token."""
-    for_ides, for_rank, token = ide_adapter.start_adapter("rank 0 of f()")
-
-    def connect(port: int) -> str:
-        with socket.socket() as end:
-            end.settimeout(60)
-            end.connect((LOOPBACK, port))
-            return "served" if end.recv(1) else "turned away"
-
-    turned_away = {"turned away", "ConnectionResetError"}
-    assert said_by_another_user(lambda: connect(for_ides)) in turned_away
-    assert said_by_another_user(lambda: connect(for_rank)) in turned_away
-    with socket.create_connection((LOOPBACK, for_ides)) as ide, socket.create_connection((LOOPBACK, for_rank)) as rank:
-        for end in (ide, rank):
-            end.settimeout(60)
-            assert end.recv(1)
-    assert len(token) == 64
-
-
-def test_which_ranks_wait() -> None:
-    assert [rank for rank in range(12) if ide.is_awaited("debugpy:1,10", rank)] == [1, 10]
-    assert all(ide.is_awaited("debugpy", rank) for rank in range(3))
-    assert not any(ide.is_awaited(word, 0) for word in ("", "pdb"))
-
-
 def test_a_rank_that_there_is_not() -> None:
     with pytest.raises(ValueError, match=r"debug='debugpy:0,2' with 2 rank\(s\): allowed: ranks from 0 to 1"):
         launcher(print, 2, device_type="cpu", debug="debugpy:0,2")()
@@ -200,16 +171,3 @@ def connected(port: int) -> Client:
 
     wait_until(try_it)
     return found[0]
-
-
-def test_an_ide_that_was_closed_keeps_no_rank(capfd: pytest.CaptureFixture[str]) -> None:
-    with Server() as server:
-        port = server.py_server_port
-    at = {"host": "127.0.0.1", "port": port, "server_token": None, "client_token": None, "parent": 1, "path": "/"}
-
-    def run() -> int:
-        session = ide.FollowedSession(json.dumps(at), lambda: "rank 0 of train()")
-        return int(session.run(int, "7"))
-
-    assert launcher(run, 1, device_type="cpu")() == [7]
-    assert "rank 0 of train() runs without the IDE that debugs its caller" in capfd.readouterr().err

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from mlaunch import Held, LaunchError, LaunchTimeout, Ranks, RanksLost, launcher
+from tests import launches
 from tests.conftest import ROOT
 from tests.contract.functions import caught, total, wait_in_vain
 from tests.imported import IMPORTED
@@ -372,7 +373,7 @@ def test_a_default_group_that_a_call_has_destroyed_is_made_anew(ranks: Ranks, wo
 
 
 def test_a_default_group_that_one_rank_has_destroyed_before_another_begins_the_call(ranks: Ranks) -> None:
-    pids, board = ranks.run(os.getpid), ranks._set.session.handle.history.board
+    pids, board = ranks.run(os.getpid), launches.board_of(ranks)
     assert board is not None
     os.kill(pids[1], signal.SIGSTOP)
     destroyed = ranks.submit(dist.destroy_process_group)
@@ -390,12 +391,10 @@ def test_a_default_group_that_one_rank_has_destroyed_in_a_call_that_failed(ranks
 
 def test_a_default_group_that_cannot_be_made_anew(ranks: Ranks) -> None:
     def work() -> None:
-        group = sys.modules["mlaunch.rank.setup.group"]
-
         def refuse(*_: Any) -> None:
             raise ConnectionError("no way")
 
-        group.join_world = refuse  # type: ignore[attr-defined]
+        launches.make_groups_by(refuse)
         dist.destroy_process_group()
 
     ranks.run(work)
@@ -455,7 +454,7 @@ def test_calls_that_wait_for_lost_ranks_which_are_closed(tmp_path: Path) -> None
     assert second.cancel()
     closing = threading.Thread(target=ranks.close)
     closing.start()
-    while not ranks._set.closed:
+    while not launches.is_closing(ranks):
         os.sched_yield()
     Path(gate).touch()
     closing.join(LIMIT)
@@ -915,7 +914,7 @@ def test_the_agent_is_killed_between_calls(ranks: Ranks) -> None:
 
 
 def test_the_agent_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlaunch.caller.launch.watchdog._REACTION_TIMEOUT", 0.5)
+    launches.be_patient(monkeypatch, "reaction", 0.5)
     with Ranks(n_gpus=2, grace_period=0.2) as ranks:
         pids = ranks.run(os.getpid)
         [agent] = set(ranks.run(os.getppid))
@@ -928,7 +927,7 @@ def test_the_agent_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_closing_those_whose_agent_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlaunch.caller.launch.watchdog._REACTION_TIMEOUT", 0.5)
+    launches.be_patient(monkeypatch, "reaction", 0.5)
     with Ranks(n_gpus=2, grace_period=0.2) as ranks:
         pids = ranks.run(os.getpid)
         [agent] = set(ranks.run(os.getppid))

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 import mlaunch
 from mlaunch import Ranks, comm, launcher
-from mlaunch.rank.setup import device, group
+from tests import launches
 
 pytestmark = pytest.mark.skipif(
-    device.version() < group.DESTRUCTIBLE, reason="with this torch descriptors of a group stay when it is left"
+    not launches.leaves_no_descriptors(), reason="with this torch descriptors of a group stay when it is left"
 )
 
 

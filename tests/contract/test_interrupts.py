@@ -19,7 +19,7 @@ LIMIT = 60 + 5 * COUNT  # seconds: a call on a busy machine takes one
 SCRIPT = """
 import os, random, signal, sys, threading
 from mlaunch import launcher
-from mlaunch.caller import interrupts
+from tests import launches
 from tests.contract.interrupter import Interrupter, open_files
 
 count, seed = int(sys.argv[1]), int(sys.argv[2])
@@ -35,7 +35,7 @@ assert call(data) == [200_000] * 2
 assert open_files() == before, (before, open_files())
 assert threading.enumerate() == [threading.main_thread()]
 assert signal.getsignal(signal.SIGINT) == interrupter.take
-assert interrupts._deferrals == []
+assert launches.deferred_interrupts() == []
 interrupter.close()
 print("interrupted", interrupted, flush=True)
 sys.stdin.read()

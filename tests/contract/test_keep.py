@@ -17,10 +17,7 @@ import torch.distributed as dist
 
 import mlaunch
 from mlaunch import LaunchError, Ranks, launcher
-from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.ranks import keep
-from mlaunch.caller.report.stacks_of_ranks import StacksOfRanks
-from tests import builds, toy
+from tests import builds, launches, toy
 from tests.contract.test_lease_calls import held
 from tests.contract.test_submit import hold, holding
 from tests.processes import alive, wait_gone, wait_until
@@ -29,9 +26,7 @@ from tests.processes import alive, wait_gone, wait_until
 @pytest.fixture(autouse=True)
 def closed() -> Iterator[None]:
     yield
-    for found in [*keep._sets.values()]:  # those of ranks that end leave the table
-        found.ranks.terminate()  # does not wait for a call that a failed test has left
-    keep._sets.clear()
+    launches.end_sets_that_stay(at_once=True)  # also with a call that a failed test has left
 
 
 def pids() -> int:
@@ -55,7 +50,7 @@ def test_equal_options_share_ranks() -> None:
 
 def test_the_latest_call_says_how_long_they_stay() -> None:
     def limits() -> list[float | None]:
-        return [found.ranks._set.session.rules.idle_timeout for found in keep._sets.values()]
+        return [launches.idle_timeout(ranks) for ranks in launches.sets_that_stay().values()]
 
     first = train()
     assert 500.0 not in limits()
@@ -102,11 +97,11 @@ def test_a_set_that_is_replaced_while_its_call_runs_blocks_nobody(
 
     with ThreadPoolExecutor(2) as pool:
         old = pool.submit(call, "old", str(gate))
-        while keep._sets[next(iter(keep._sets.keys() - {only_key(others)}))].ranks.idle:
+        while next(ranks for key, ranks in launches.sets_that_stay().items() if key != only_key(others)).idle:
             os.sched_yield()
         monkeypatch.setenv("KEPT_TEST", "8")
         new = pool.submit(call, "new", __file__)
-        while not keep._leaving:
+        while not launches.sets_that_leave():
             os.sched_yield()
         monkeypatch.delenv("KEPT_TEST")
         assert train() == others
@@ -115,19 +110,19 @@ def test_a_set_that_is_replaced_while_its_call_runs_blocks_nobody(
         old.result(60)
         new.result(60)
     assert found["old"] == mine != found["new"]
-    assert not keep._leaving
+    assert not launches.sets_that_leave()
 
 
 def only_key(pids: list[int]) -> str:
     """The key of the set of two ranks."""
-    [key] = [key for key, found in keep._sets.items() if found.ranks.world_size == len(pids)]
+    [key] = [key for key, ranks in launches.sets_that_stay().items() if ranks.world_size == len(pids)]
     return key
 
 
 @pytest.mark.slow
 def test_a_fork_made_while_locks_are_taken_is_free_to_call() -> None:
     train()
-    with keep._locks.of_sets:
+    with launches.lock_of_sets():
         child = os.fork()
         if child == 0:
             signal.alarm(60)
@@ -182,19 +177,19 @@ def test_a_set_that_has_ended_leaves_nothing_here() -> None:
     for number in range(2):
         with pytest.raises(LaunchError):
             launcher(die, n_gpus=1, keep=600, env={"DEAD": f"{number}"})()
-    wait_until(lambda: not keep._sets)
+    wait_until(lambda: not launches.sets_that_stay())
     gc.collect()
     assert there() <= before
-    assert not keep._locks.of_making
+    assert not launches.sets_being_made()
 
 
 def test_a_set_that_ends_as_a_call_comes_is_replaced() -> None:
     kept = train.options(n_gpus=1)
     first = kept()
-    (found,) = (one for one in keep._sets.values() if one.ranks.world_size == 1)
-    found.ranks._set.session.close(wait=True, evicted=True)  # as idle ones end
-    assert found.ranks.closed
-    assert found not in keep._sets.values()
+    (found,) = (ranks for ranks in launches.sets_that_stay().values() if ranks.world_size == 1)
+    launches.evict(found)  # as idle ones end
+    assert found.closed
+    assert found not in launches.sets_that_stay().values()
     assert kept() != first
 
 
@@ -210,7 +205,7 @@ def test_a_fork_of_the_caller_gets_its_own() -> None:
     assert first == train()
     child = os.fork()
     if child == 0:
-        os._exit(0 if not keep._sets else 1)
+        os._exit(0 if not launches.sets_that_stay() else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert train() == first
 
@@ -218,7 +213,7 @@ def test_a_fork_of_the_caller_gets_its_own() -> None:
 def test_given_ranks_are_used() -> None:
     with Ranks(n_gpus=2) as ranks:
         assert launcher(pids, n_gpus=1).options(ranks=ranks)() == ranks.run(pids)
-        assert keep._sets == {}
+        assert launches.sets_that_stay() == {}
 
 
 KEEPING = """
@@ -275,30 +270,6 @@ def test_of_two_sets_that_want_the_same_devices_the_idle_one_ends_first(run_scri
     toy.install(tmp_path)
     done = run_script(RIVALS, fresh=True)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
-
-
-@pytest.mark.parametrize(
-    ("wanted", "taken", "environ", "meet"),
-    [
-        ({"n_gpus": 2}, ["cpu"], {}, False),
-        ({"n_gpus": 2, "device_type": "cpu"}, ["cuda:0"], {}, False),
-        ({"n_gpus": 2, "device_type": "xpu"}, ["cuda:0"], {}, False),
-        ({}, ["cuda:7"], {}, True),
-        ({"n_gpus": 2}, ["cuda:2", "cuda:3"], {}, False),
-        ({"n_gpus": 2}, ["cuda:1", "cuda:3"], {}, True),
-        ({"devices": [2]}, ["cuda:2"], {}, True),
-        ({"devices": [0]}, ["cuda:2"], {"CUDA_VISIBLE_DEVICES": "2,3"}, True),
-        ({"devices": [1]}, ["cuda:2"], {"CUDA_VISIBLE_DEVICES": "2,3"}, False),
-        ({"n_gpus": 1}, ["cuda:GPU-1a"], {"CUDA_VISIBLE_DEVICES": "GPU-1a"}, True),
-        ({"n_gpus": 1}, ["cuda:GPU-1a"], {"CUDA_VISIBLE_DEVICES": "GPU-2b"}, False),
-        ({"n_gpus": 1}, ["cuda:GPU-1a"], {}, True),  # nobody knows
-        ({"devices": [2]}, ["cuda:2"], {"CUDA_VISIBLE_DEVICES": "2,3"}, False),  # which is refused
-    ],
-)
-def test_which_sets_want_the_same_devices(
-    wanted: dict[str, Any], taken: list[str], environ: dict[str, str], meet: bool
-) -> None:
-    assert keep.meet(Options().replaced(wanted), taken, environ) is meet
 
 
 def hold_or_say(folder: Path | None) -> tuple[str, int]:
@@ -389,7 +360,7 @@ def tell(count: int, folder: Path) -> int:
     return count
 
 
-def shows_tell(stacks: StacksOfRanks) -> bool:
+def shows_tell(stacks: Any) -> bool:
     places = sorted(stacks) == [0, 1] and all(stack.endswith(" in tell") for stack in stacks.values())
     innermost = [frames[0][2] for frames in stacks.frames.values()]
     return places and innermost == ["tell"] * 2 and str(stacks).startswith("  ranks 0-1: running the function, in tell")

@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 
 from mlaunch import launcher
-from mlaunch.caller import leasing
-from mlaunch.leases.acquisition import standing
-from mlaunch.leases.site import place
+from tests import launches
 from tests.processes import wait_gone, wait_until
 
 
@@ -48,8 +46,8 @@ def test_calls_of_several_threads_take_turns(tmp_path: Path) -> None:
 def test_more_ranks_than_cpus_are_told_of_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(leasing.device, "usable_cpus", lambda: 1)
-    leasing._warn_of_cpus.cache_clear()
+    launches.have_cpus(monkeypatch, 1)
+    launches.forget_warnings()
     train = launcher(os.getpid, n_gpus=2, device_type="cpu", lease=True)
     assert len({*train(), *train()}) == 4
     train.options(concurrent=1)()
@@ -114,8 +112,8 @@ def test_the_end_of_a_killed_agents_ranks_ends_the_lease(tmp_path: Path) -> None
     agent = int(next(tmp_path.glob("*.pid")).stem)
     waiter = threading.Thread(target=launcher(os.getpid, n_gpus=1, concurrent=1))
     waiter.start()
-    wait_until(lambda: bool(standing(place(os.environ))[1]))
-    ((found,), _) = standing(place(os.environ))
+    wait_until(lambda: bool(launches.leases()[1]))
+    ((found,), _) = launches.leases()
     assert (found["device"], found["who"]) == ("place on the CPUs 0", "forever()")
     os.kill(agent, signal.SIGKILL)
     caller.join()
@@ -131,7 +129,7 @@ def _fails(folder: Path) -> None:
 def test_devices_that_are_not_there_are_refused_before_anything_waits() -> None:
     with pytest.raises(ValueError, match="ranks on CPUs have no device numbers"):
         launcher(os.getpid, device_type="cpu", devices=[0, 1], n_gpus=1)()
-    assert standing(place(os.environ)) == ([], [])
+    assert launches.leases() == ([], [])
 
 
 def test_an_interrupt_of_a_call_that_waits_leaves_no_place_in_line(tmp_path: Path) -> None:
@@ -142,7 +140,7 @@ def test_an_interrupt_of_a_call_that_waits_leaves_no_place_in_line(tmp_path: Pat
     agent = int(next(tmp_path.glob("*.pid")).stem)
 
     def press() -> None:
-        wait_until(lambda: bool(standing(place(os.environ))[1]))
+        wait_until(lambda: bool(launches.leases()[1]))
         signal.pthread_kill(here, signal.SIGINT)
 
     presser = threading.Thread(target=press)
@@ -150,7 +148,7 @@ def test_an_interrupt_of_a_call_that_waits_leaves_no_place_in_line(tmp_path: Pat
     with pytest.raises(KeyboardInterrupt):
         launcher(os.getpid, n_gpus=1, concurrent=1)()
     presser.join()
-    held_now, waiting = standing(place(os.environ))
+    held_now, waiting = launches.leases()
     assert ([one["who"] for one in held_now], waiting) == (["forever()"], [])
     assert not can_be_removed()
     os.kill(agent, signal.SIGKILL)
@@ -161,7 +159,7 @@ def test_an_interrupt_of_a_call_that_waits_leaves_no_place_in_line(tmp_path: Pat
 
 def can_be_removed() -> bool:
     """As systemd-tmpfiles finds out whether somebody uses the directory of leases."""
-    directory = os.open(place(os.environ), os.O_RDONLY)
+    directory = os.open(launches.lease_directory(), os.O_RDONLY)
     try:
         fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -179,4 +177,4 @@ def test_a_leased_call_that_comes_to_no_launch_holds_nothing(tmp_path: Path) -> 
     with pytest.raises(ValueError, match=r"profile_ranks=\[1\]"):
         launcher(os.getpid, n_gpus=1, concurrent=1, profile=tmp_path / "trace", profile_ranks=[1])()
     assert held() == []
-    assert standing(place(os.environ)) == ([], [])
+    assert launches.leases() == ([], [])

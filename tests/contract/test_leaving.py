@@ -23,8 +23,6 @@ import torch
 import torch.distributed as dist
 
 from mlaunch import LaunchError, Ranks, launcher
-from mlaunch.base.fds import memory_file
-from mlaunch.protocol import payload
 from tests.contract import crashes
 from tests.processes import wait_gone
 
@@ -249,21 +247,6 @@ def test_a_value_that_fails_in_pickling_after_a_large_part_of_it() -> None:
     with pytest.raises(LaunchError, match=words) as raised:
         launcher(lambda: [bytes(5_000_000), np.zeros(1_000_000), list(range(100_000)), Burns()], 1)()
     assert len(str(raised.value)) < 2000
-
-
-@pytest.mark.parametrize("size", [1, 63, 64, 65, 4097])
-def test_buffers_are_aligned(size: int) -> None:
-    """To 64 bytes, which vector instructions want, whatever stands before them."""
-    given = [b"x" * size, np.arange(5000.0), np.ones(16_385, np.uint8), np.arange(5000.0), torch.arange(5000.0)]
-    memfd = memory_file("test")
-    try:
-        payload.write(memfd, given)
-        read = payload.read(memfd)
-    finally:
-        os.close(memfd)
-    addresses = [array.__array_interface__["data"][0] for array in read[1:4]] + [read[4].data_ptr()]
-    assert [address % 64 for address in addresses] == [0] * 4
-    assert np.array_equal(read[3], given[3])
 
 
 # What others tidy up

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from _pytest.mark import ParameterSet
 
 from mlaunch import LaunchError, LaunchTimeout, Ranks, launcher
+from tests import launches
 from tests.conftest import ROOT
 from tests.contract.crashes import (
     ENDING,
@@ -148,8 +149,7 @@ def test_a_process_that_keeps_a_launch_is_stopped(
     where: str, how: str, start_method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank stops its agent or its fork server; its caller does not depend on them."""
-    monkeypatch.setattr("mlaunch.caller.launch.watchdog._REACTION_TIMEOUT", 0.5)
-    monkeypatch.setattr("mlaunch.caller.launch.watchdog._STEP_DELAY", 0.3)
+    launches.become_impatient(monkeypatch)
     check(where, how, call_at(where, how, start_method), stays=start_method == STAYING)
 
 

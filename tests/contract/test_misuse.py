@@ -23,9 +23,7 @@ import torch.distributed as dist
 
 import mlaunch
 from mlaunch import LaunchError, Ranks, launcher
-from mlaunch.agent import room
-from mlaunch.caller.launch import device_choice
-from mlaunch.rank.setup import device
+from tests import launches
 from tests.conftest import ROOT
 from tests.contract import functions
 
@@ -85,7 +83,7 @@ def test_a_lack_of_this_machine_is_told_from_the_callers_line() -> None:
 
 
 def test_more_ranks_than_anybody_means(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "usable_cpus", lambda: 2)
+    launches.have_cpus(monkeypatch, 2)
     error = told(launcher(takes, 99_999, device_type="cpu"), ValueError)
     assert str(error) == (
         "n_gpus=99999 (--nproc-per-node) on 2 CPU(s): more than 64 ranks, and more than 8 for each CPU; allowed: up to "
@@ -93,15 +91,15 @@ def test_more_ranks_than_anybody_means(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with pytest.raises(ValueError, match="allowed: up to 64, or"):
         Ranks(n_gpus=65, device_type="cpu")
-    monkeypatch.setattr(device, "usable_cpus", lambda: 9)
-    device_choice.check_share(72, 9)
+    launches.have_cpus(monkeypatch, 9)
+    launches.check_share(72, 9)
     with pytest.raises(ValueError, match="allowed: up to 72, or"):
-        device_choice.check_share(73, 9)
+        launches.check_share(73, 9)
 
 
 def test_more_ranks_than_the_machine_has_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which the agent finds, before it forks any."""
-    monkeypatch.setattr(room, "_LEAST_MEMORY", 2**50)
+    launches.let_ranks_need(monkeypatch, 2**50)
     with pytest.raises(LaunchError, match=r"takes\(\) was not started: 2 ranks take 2097152 GiB of memory at least, "):
         launcher(takes, 2, start_method="fork")()
 
@@ -358,7 +356,7 @@ def test_the_latest_reports_are_kept() -> None:
         train.options(seed=1)(True)
     assert train.history == (first, train.last)
     assert [report.ranks[0].end for report in train.history] == ["returned", "raised ValueError: no such luck"]
-    train._calls.reports.extend([train.history[-1]] * 19)
+    launches.reports_of(train).extend([train.history[-1]] * 19)
     assert len(train.history) == 20
     assert first not in train.history
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mlaunch import LaunchError, Ranks, launcher
-from mlaunch.protocol import registry
+from tests import launches
 from tests.conftest import ROOT
 from tests.contract.families import start_family
 from tests.imported import IMPORTED
@@ -95,7 +95,7 @@ def test_a_daemon_ends_though_the_agent_is_killed_after_the_caller() -> None:
             os.sched_yield()
         os.kill(agent, signal.SIGKILL)
         wait_gone([server, agent, daemon])
-    assert not [*registry.connections(os.environ)]  # a look, which removes the socket of an agent that was killed
+    assert not launches.look_for_launches()  # a look, which removes the socket of an agent that was killed
 
 
 def sockets(pid: int) -> int:

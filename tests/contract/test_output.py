@@ -22,9 +22,7 @@ import pytest
 import torch.distributed as dist
 
 from mlaunch import LaunchError, LaunchReport, comm, launcher, progress
-from mlaunch.caller.output import display, merging, output_plan
-from mlaunch.rank.for_users import progress as of_rank
-from tests import builds
+from tests import builds, launches
 from tests.conftest import ROOT
 from tests.imported import IMPORTED
 from tests.users import users_environ
@@ -40,7 +38,7 @@ def lines(text: str) -> list[str]:
 def test_lines_have_their_rank_in_front_and_equal_ones_are_shown_once(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(merging, "WINDOW", 60.0)  # on a busy machine ranks come late
+    launches.be_patient(monkeypatch, "merging", 60.0)  # on a busy machine ranks come late
 
     def train() -> None:
         dist.barrier()
@@ -368,32 +366,26 @@ def test_progress_counts_what_is_done() -> None:
     """The item at work is not."""
 
     def train() -> list[int]:
-        slot = of_rank.slot
-        assert slot is not None
-        done = [slot.board.loop(slot.local_rank).done for _ in progress(range(3))]
-        return [*done, slot.board.loop(slot.local_rank).done]
+        done = [launches.loop_here().done for _ in progress(range(3))]
+        return [*done, launches.loop_here().done]
 
     assert launcher(train, 1)() == [[0, 1, 2, 3]]
 
 
 def test_progress_of_how_many() -> None:
     def train() -> list[int]:
-        slot = of_rank.slot
-        assert slot is not None
         loops = (progress(range(3)), progress(iter("abc"), total=3), progress("abcd", total=2), progress(iter("a")))
-        return [{slot.board.loop(slot.local_rank).total for _ in loop}.pop() for loop in loops]
+        return [{launches.loop_here().total for _ in loop}.pop() for loop in loops]
 
     assert launcher(train, 1)() == [[3, 3, 2, -1]]
 
 
 def test_of_loops_within_loops_the_outermost_is_counted() -> None:
     def train() -> list[int]:
-        slot = of_rank.slot
-        assert slot is not None
         for _ in progress("ab"):
             for _ in progress(range(5)):
                 pass
-        loop = slot.board.loop(slot.local_rank)
+        loop = launches.loop_here()
         return [loop.number, loop.total, loop.done]
 
     assert launcher(train, 1)() == [[1, 2, 2]]
@@ -472,8 +464,7 @@ def test_no_lines_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
         def close(self, _: list[str]) -> str:
             return ""
 
-    monkeypatch.setattr(output_plan, "area", Place)
-    monkeypatch.setattr(display, "_FIRST_LOOK_DELAY", 0.0)
+    launches.show_progress_at(monkeypatch, Place)
     launcher(lambda: 1, 1, progress=False)()
     assert shown == []
     launcher(lambda: 1, 1)()
@@ -490,11 +481,11 @@ def test_no_lines_are_drawn_over_a_prompt(monkeypatch: pytest.MonkeyPatch) -> No
     pytest.importorskip("rich", reason="rich is not installed (extra: notebook)")
     monkeypatch.setattr(sys, "stderr", _Screen())
     monkeypatch.setenv("TERM", "xterm")
-    assert display.area() is not None
-    assert display.area(blocks=False) is not None
+    assert launches.display_area() is not None
+    assert launches.display_area(blocks=False) is not None
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    assert display.area() is not None
-    assert display.area(blocks=False) is None
+    assert launches.display_area() is not None
+    assert launches.display_area(blocks=False) is None
     assert launcher(lambda: 1, n_gpus=1).submit().result() == [1]
     assert sys.stderr.getvalue() == ""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import signal
@@ -11,29 +10,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 import mlaunch
 from mlaunch import LaunchError, launcher
-from mlaunch.agent.supervision.stack_requests import state_of
-from mlaunch.base import linux
-from mlaunch.caller.running_launches import ask
-from mlaunch.caller.server import prepared_launch as caller_prepared
-from mlaunch.caller.server.warm import warm_server
-from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.launch_messages import AgentFailed, AgentStarted, RanksStarting
-from mlaunch.protocol.spec import LaunchSpec
-from mlaunch.protocol.visitors import STATUS
-from tests import builds
+from tests import builds, launches
 from tests.contract.functions import total
 from tests.contract.preparing import LIMIT, pids_of, prepared, preparing
 from tests.contract.test_lease_calls import held
 from tests.contract.test_submit import hold, holding
-from tests.processes import children, wait_gone
+from tests.processes import children, status_of, wait_gone
 
 
 @pytest.fixture(autouse=True)
@@ -76,32 +65,6 @@ def test_a_prepared_launch_serves_other_functions_arguments_and_command_lines(
     assert launcher(lambda x, *, y: x + y, 2, results="rank0")(1, y=2) == [3, None]
 
 
-@pytest.mark.parametrize(
-    ("first", "is_there"),
-    [
-        (RanksStarting(0.0, "launch", 0, 2), True),  # overtook the fork server's word
-        (AgentStarted(os.getpid()), True),
-        (AgentFailed("no memory"), False),
-    ],
-    ids=["overtook", "forked", "refused"],
-)
-def test_whether_it_is_there(monkeypatch: pytest.MonkeyPatch, first: Any, is_there: bool) -> None:
-    monkeypatch.setattr(caller_prepared, "shape_of", lambda spec: spec)
-    few = SimpleNamespace(
-        cluster=None, command=None, port=0, restart_count=0, local_world_size=2, debug="", profile=None
-    )
-    server, spec = warm_server.get(os.environ), cast(LaunchSpec, few)
-    preparation = caller_prepared.Preparation()
-    agent = preparation.expect(server, spec)
-    assert agent is not None
-    with contextlib.closing(agent):
-        agent.try_send(first)
-        taken = preparation.take(server, spec)
-    assert (taken is not None) is is_there
-    if taken is not None:
-        taken.close()
-
-
 def test_the_age_of_a_call_counts_from_the_call(tmp_path: Path) -> None:
     """Not from when its launch was prepared."""
     launcher(total, 2)()
@@ -109,7 +72,7 @@ def test_the_age_of_a_call_counts_from_the_call(tmp_path: Path) -> None:
     begun = time.monotonic()
     run = launcher(hold, 2).submit(tmp_path, "it")
     assert sorted(holding(tmp_path, "it")) == sorted(ranks)
-    [launch] = [one for one in ask(STATUS) if pids_of(one) == ranks]
+    [launch] = [one for one in launches.ask("status") if pids_of(one) == ranks]
     assert launch["age"] <= time.monotonic() - begun
     for mark in tmp_path.iterdir():
         mark.unlink()
@@ -185,7 +148,7 @@ def test_a_prepared_launch_as_others_see_it(capfd: pytest.CaptureFixture[str]) -
 
 def wait_stopped(pid: int) -> None:
     until = time.monotonic() + LIMIT
-    while state_of(pid) != "T":
+    while status_of(pid)[0] != "T":
         assert time.monotonic() < until
         os.sched_yield()
 
@@ -204,7 +167,7 @@ def test_no_call_notices_a_prepared_process_that_dies_or_is_stopped(
     victim: str, number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
     launcher(total, 2)()
-    launch, server = prepared(), warm_server.get(os.environ).pid
+    launch, server = prepared(), launches.fork_server().pid
     pid = {"agent": launch["agent"], "rank": pids_of(launch)[1], "fork server": server}[victim]
     os.kill(pid, number)
     if number is signal.SIGKILL:
@@ -215,7 +178,7 @@ def test_no_call_notices_a_prepared_process_that_dies_or_is_stopped(
     try:
         assert not set(pids(call)) & set(pids_of(launch))
     finally:
-        if number is signal.SIGSTOP and linux.is_stopped(pid):
+        if number is signal.SIGSTOP and launches.is_stopped(pid):
             os.kill(pid, signal.SIGCONT)
     wait_gone([launch["agent"], *pids_of(launch)])
     assert launcher(total, 2)() == [2.0, 2.0]
@@ -226,7 +189,7 @@ def test_no_call_notices_a_prepared_process_that_dies_or_is_stopped(
 def test_the_first_launch_can_be_prepared_too() -> None:
     with pytest.raises(TypeError, match="n_gpus"):
         mlaunch.warm_up(n_gpu=2, preload=["large"])  # type: ignore[call-arg]
-    assert warm_server.preload == ()  # nothing of a call that is wrong counts
+    assert launches.preloaded() == ()  # nothing of a call that is wrong counts
     mlaunch.warm_up(n_gpus=2)
     ranks = pids_of(prepared())
     assert pids(launcher(who, 2)) == ranks
@@ -314,14 +277,14 @@ class Told:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", [launcher(int, 2), caller_prepared.preparation.drop], ids=["taken", "dropped"])
+@pytest.mark.parametrize("end", [launcher(int, 2), launches.drop_prepared], ids=["taken", "dropped"])
 def test_a_number_that_others_have_taken_is_not_asked_for_what_was_prepared(end: Callable[[], object]) -> None:
     with preparing():
         launcher(int, 2)()
         prepared()
-        waiting = caller_prepared.preparation._next
+        waiting = launches.prepared_launch()
         assert waiting is not None
-        number, (stranger, other) = waiting.channel.fileno(), Channel.pair()
+        number, (stranger, other) = waiting.channel.fileno(), launches.channels()
         other.send(Told())
         os.dup2(stranger.fileno(), number)
         assert end() in ([0, 0], None)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from mlaunch import Ranks, launcher
-from mlaunch.base.process_name import name_process
 from tests.processes import children
 
 
@@ -46,27 +45,6 @@ def test_the_function_sees_the_arguments_of_its_caller() -> None:
     (values,) = launcher(lambda: (sys.argv, dict(os.environ)), 1)()
     assert values[0] == sys.argv
     assert values[1]["PATH"] == os.environ["PATH"]
-
-
-@pytest.mark.parametrize(
-    ("role", "short"),
-    [
-        ("rank 12", "mlaunch:rank 12"),
-        ("rank 12345", "mlaunch: rank"),
-        ("fork server", "mlaunch: fork"),
-        ("unpronounceable", "mlaunch"),
-    ],
-)
-def test_no_number_is_cut(role: str, short: str) -> None:
-    """Half a rank's number would be another rank's."""
-
-    def named() -> tuple[str, str]:
-        name_process(role, "f()" * 10_000)
-        return shown()
-
-    ((line, name),) = launcher(named, 1)()
-    assert name == short
-    assert line.startswith(f"mlaunch: {role} of f()f()")
 
 
 @pytest.mark.parametrize("name", ["訓練()", "a\0b", "\udc80"])

@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 import mlaunch
 from mlaunch import LaunchError, Ranks, launcher
-from mlaunch.cli import main
-from mlaunch.member import trace_parts
+from tests import launches
 from tests.contract.test_engine_calls import Threads
 from tests.processes import wait_until
 from tests.system.commands import run, write
@@ -231,7 +230,7 @@ def test_profiles_that_machines_of_an_engine_cannot_make(tmp_path: Path, monkeyp
     assert not engine.placements
     with pytest.raises(ValueError, match=r"profile_ranks=\[2\] with ranks 0 to 1: allowed: these"):
         launcher(never, 1, engine=engine, profile=tmp_path / "trace", profile_ranks=[2])()
-    monkeypatch.setattr(trace_parts.tempfile, "tempdir", str(tmp_path / "full"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "full"))
     with pytest.raises(LaunchError, match=r"host m\d: .*the parts of profile= cannot be written to .*/full: No such"):
         launcher(never, 1, engine=engine, profile=tmp_path / "trace")()
     assert os.listdir(tmp_path) == []
@@ -292,7 +291,7 @@ def test_command_lines_that_are_refused(
     monkeypatch.chdir(tmp_path)
     program = "true" if "--no-python" in flags else write(tmp_path, "open('it ran', 'w')")
     with pytest.raises(SystemExit) as left:
-        main(["run", *flags, program])
+        launches.command("run", *flags, program)
     assert left.value.code == 2
     assert re.search(words, capsys.readouterr().err)
     assert set(os.listdir(tmp_path)) <= {"train.py"}

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests import toy
+from tests import launches, toy
 from tests.conftest import ROOT
 from tests.contract import rank_suite
 from tests.imported import IMPORTED
@@ -31,7 +31,7 @@ def run(
     (directory / "pytest.ini").write_text("[pytest]\npythonpath = .\nranks_deadline = 60\n")
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST_")}  # no worker
     environ |= {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "", **variables}
-    command = [python, "-m", "pytest", "-p", "mlaunch.pytest.plugin", "-p", "no:cacheprovider", *flags]
+    command = [python, "-m", "pytest", "-p", launches.plugin().__name__, "-p", "no:cacheprovider", *flags]
     done = subprocess.run(command, cwd=directory, env=environ, capture_output=True, text=True, timeout=300, check=False)
     lines = (directory / "reports").read_text().splitlines() if (directory / "reports").exists() else []
     return {found["where"] + found["name"]: found for found in map(json.loads, lines)}, done.stdout + done.stderr

@@ -24,15 +24,11 @@ import torch
 import torch.distributed as dist
 
 import mlaunch
-import mlaunch.rank.for_users.progress
 from mlaunch import LaunchError, Ranks, launcher, progress
-from mlaunch.caller.launch.status import status_lines
-from mlaunch.caller.ranks.kept_call import KeptCall
-from mlaunch.caller.ranks.session import RanksLaunch
-from mlaunch.protocol.messages.launch_messages import Phase
-from tests import builds
+from tests import builds, launches
 from tests.conftest import OURS
 from tests.contract.functions import Model, decorated, error_of, total
+from tests.launches import Phase, board_here
 from tests.processes import alive, said_in_fork, wait_gone
 
 LIMIT = 60.0  # seconds, of every wait
@@ -475,14 +471,8 @@ def test_an_interrupt_while_a_call_is_submitted(ranks: Ranks) -> None:
 
 @contextlib.contextmanager
 def interrupted_as_it_is_queued() -> Iterator[None]:
-    queue = RanksLaunch.submit
-
-    def submit(session: RanksLaunch, call: KeptCall) -> None:
-        queue(session, call)
-        os.kill(os.getpid(), signal.SIGINT)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RanksLaunch, "submit", submit)
+        launches.once_calls_are_queued(patch, lambda: os.kill(os.getpid(), signal.SIGINT))
         yield
 
 
@@ -494,10 +484,9 @@ def test_a_progress_bar_belongs_to_its_call(ranks: Ranks) -> None:
 
     large = 100_000  # so that, as at a terminal, more than small values is heard of the call
     ranks.run(count)
-    handle = ranks._set.session.handle
-    assert any("epochs" in line for line in status_lines(handle.outcome, handle.history, ""))
+    assert any("epochs" in line for line in launches.status_lines(ranks))
     ranks.run(bytes, large)
-    assert not any("epochs" in line for line in status_lines(handle.outcome, handle.history, ""))
+    assert not any("epochs" in line for line in launches.status_lines(ranks))
 
 
 @pytest.mark.parametrize("last", [0, 1])
@@ -505,9 +494,9 @@ def test_the_last_of_a_large_and_a_small_value(ranks: Ranks, last: int) -> None:
     """The small one wakes the caller, the large one its agent, whichever comes last."""
 
     def answer(last: int) -> bytes:
-        rank, here = dist.get_rank(), mlaunch.rank.for_users.progress.slot
+        rank, board = dist.get_rank(), board_here()
         total()  # by now both have begun
-        while rank == last and here is not None and here.board[1 - rank] is not Phase.IDLE:
+        while rank == last and board is not None and board[1 - rank] is not Phase.IDLE:
             os.sched_yield()
         return bytes(1 + rank * 100_000)
 
@@ -566,7 +555,7 @@ def test_idle_ranks_end_and_fresh_ones_are_started() -> None:
 def test_idle_time_counts_from_the_end_of_a_call(ranks: Ranks) -> None:
     begun = time.monotonic()
     ranks.run(total)
-    assert ranks._set.session._idle_since > begun
+    assert launches.idle_since(ranks) > begun
 
 
 def test_ranks_with_a_shorter_time_to_stay_leave_then() -> None:

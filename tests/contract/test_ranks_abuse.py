@@ -22,11 +22,9 @@ import pytest
 import torch.distributed as dist
 
 from mlaunch import LaunchError, Ranks, launcher
-from mlaunch.base import linux
-from mlaunch.rank import kept
-from tests import builds
+from tests import builds, launches
 from tests.contract import crashes
-from tests.contract.functions import caught, kept_numbers, total
+from tests.contract.functions import caught, total
 from tests.processes import wait_gone, wait_until
 
 LIMIT = 60.0  # seconds, of every wait
@@ -238,7 +236,7 @@ def test_a_callback_may_close_while_the_thread_that_runs_it_calls(tmp_path: Path
     first.add_done_callback(lambda _: ranks.close())
 
     def open_gate() -> None:
-        while ranks._set.session._driver._leader != main:
+        while launches.driving_thread(ranks) != main:
             os.sched_yield()
         gate.touch()
 
@@ -258,10 +256,10 @@ def wait_for(path: str) -> None:
 
 def test_an_object_freed_with_a_cancelled_call_is_freed_with_the_next(ranks: Ranks, tmp_path: Path) -> None:
     def numbers() -> list[int]:
-        return sorted(sys.modules["mlaunch.rank.held_objects"].table.objects)
+        return launches.held_numbers()
 
     held, gate = ranks.hold(list), tmp_path / "gate"
-    assert ranks.run(numbers) == [[held._number]] * 2
+    assert ranks.run(numbers) == [[launches.number_of(held)]] * 2
     first = ranks.submit(wait_for, str(gate))
     held.free()
     assert ranks.submit(int).cancel()
@@ -276,7 +274,7 @@ def test_an_object_freed_with_a_call_that_no_rank_can_read_is_freed_with_the_nex
             return float, ("no number",)
 
     def numbers() -> list[int]:
-        return sorted(sys.modules["mlaunch.rank.held_objects"].table.objects)
+        return launches.held_numbers()
 
     held = ranks.hold(list)
     held.free()
@@ -287,23 +285,22 @@ def test_an_object_freed_with_a_call_that_no_rank_can_read_is_freed_with_the_nex
 
 def test_reports_are_read_while_others_are_made(ranks: Ranks) -> None:
     ranks.run(int)
-    latest = ranks._set.reports[-1]
+    latest = launches.reports_of(ranks)[-1]
 
     def made_meanwhile() -> Any:
-        ranks._set.reports.append(latest)
+        launches.reports_of(ranks).append(latest)
         return latest()
 
-    ranks._set.reports.append(made_meanwhile)
-    ranks._set.reports.append(latest)
+    launches.reports_of(ranks).append(made_meanwhile)
+    launches.reports_of(ranks).append(latest)
     assert len(ranks.history) == 3
 
 
 def test_a_fork_made_while_locks_are_taken_is_refused_at_once(ranks: Ranks) -> None:
-    session = ranks._set.session
     taken, free = threading.Event(), threading.Event()
 
     def hold_locks() -> None:
-        with session.lock, session._driver._closing, ranks._set._opening:
+        with launches.locks_of(ranks):
             taken.set()
             free.wait(LIMIT)
 
@@ -315,7 +312,7 @@ def test_a_fork_made_while_locks_are_taken_is_refused_at_once(ranks: Ranks) -> N
         signal.alarm(int(LIMIT))
         refused = "of which this one is a fork" in str(caught(lambda: ranks.run(int)))
         ranks.close()
-        ranks._set.abandon()  # as the collector does
+        launches.abandon(ranks)  # as the collector does
         os._exit(not refused)
     free.set()
     other.join(LIMIT)
@@ -327,15 +324,15 @@ def test_a_fork_made_while_locks_are_taken_is_refused_at_once(ranks: Ranks) -> N
 @pytest.mark.filterwarnings("ignore:the ranks were lost between calls")
 def test_a_call_that_is_queued_as_a_rank_ends_does_not_begin_on_the_others(ranks: Ranks) -> None:
     """They are about to leave, and would be all that it hears of."""
-    pids, session = ranks.run(os.getpid), ranks._set.session
+    pids, session = ranks.run(os.getpid), launches.session_of(ranks)
     with ThreadPoolExecutor(1) as pool:
         with session.lock:
-            while linux.wait_readable([session.fileno()], 0.0):  # what is left of the call before
+            while select.select([session.fileno()], [], [], 0.0)[0]:  # what is left of the call before
                 session.step()
             os.kill(pids[0], signal.SIGSTOP)  # its end comes later
             os.kill(pids[1], signal.SIGKILL)
             # The agent's own word: what the rank prints to is at its end before that.
-            assert linux.wait_readable([session.handle.agent.fileno()], LIMIT)
+            assert select.select([session.handle.agent.fileno()], [], [], LIMIT)[0]
             submitted = pool.submit(ranks.submit, total)
             wait_until(lambda: bool(session._queue))
             session.step()
@@ -399,7 +396,7 @@ def test_an_interrupt_that_python_drops_is_raised_again(ranks: Ranks, pause: flo
                 os.sched_yield()
 
     def work() -> None:
-        kept._AGAIN = pause
+        launches.interrupt_again_after(pause)
         if dist.get_rank() == 0:
             raise ValueError("no such luck")
         Slow()
@@ -420,7 +417,7 @@ KEPT = ["wakes", "ends", "thread", "relay", "channel", "agent", "way", "answers"
 def test_a_file_that_took_a_number_of_the_caller_s(tmp_path: Path, which: list[str], submitted: bool) -> None:
     with Ranks(n_gpus=2) as ranks, open(tmp_path / "mine", "w+b") as file:
         ranks.run(int)
-        numbers = [kept_numbers(ranks)[name] for name in which]
+        numbers = [launches.descriptors_of(ranks)[name] for name in which]
         for number in numbers:
             os.dup2(file.fileno(), number)
         lost = set(which) - {"agent", "output"}  # without which calls go on
@@ -442,7 +439,7 @@ def test_another_of_its_kind_that_took_a_number_of_the_caller_s(which: str) -> N
     """The system says the same of all eventfds, and of all epolls."""
     with Ranks(n_gpus=1) as ranks:
         ranks.run(int)
-        number, made = kept_numbers(ranks)[which], select.epoll() if which in {"thread", "relay"} else None
+        number, made = launches.descriptors_of(ranks)[which], select.epoll() if which in {"thread", "relay"} else None
         mine = os.eventfd(0, os.EFD_NONBLOCK) if made is None else made.fileno()
         os.dup2(mine, number)
         with pytest.warns(RuntimeWarning, match="other code in this process closed the descriptors"):
@@ -463,7 +460,7 @@ def test_a_call_that_runs_as_the_numbers_are_closed() -> None:
     with Ranks(n_gpus=2) as ranks:
         ranks.run(int)
         future = ranks.submit(crashes.hang)
-        for number in kept_numbers(ranks).values():
+        for number in launches.descriptors_of(ranks).values():
             with contextlib.suppress(OSError):  # the thread has heard of it, and closes what is left
                 os.close(number)
         with pytest.raises(LaunchError, match="other code in this process closed"):
@@ -483,8 +480,8 @@ def test_a_waiting_thread_hears_that_another_has_closed_the_descriptors(which: l
     with Ranks(n_gpus=2) as ranks:
         ranks.run(int)
         threading.Thread(target=wait, daemon=True).start()
-        wait_until(lambda: ranks._set.session._driver._leader is not None)
-        for number in [kept_numbers(ranks)[name] for name in which]:
+        wait_until(lambda: launches.driving_thread(ranks) is not None)
+        for number in [launches.descriptors_of(ranks)[name] for name in which]:
             with contextlib.suppress(OSError):  # who waits has heard of it, and closes what is left
                 os.close(number)
         assert "other code in this process closed" in str(waiting.exception(LIMIT))

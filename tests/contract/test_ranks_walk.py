@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from mlaunch import Held, LaunchError, LaunchTimeout, Ranks, launcher
-from tests.contract.functions import kept_numbers, total, wait_in_vain
+from tests import launches
+from tests.contract.functions import total, wait_in_vain
 from tests.processes import wait_gone
 
 SEED = int(os.environ.get("MLAUNCH_WALK_SEED", str(random.SystemRandom().randrange(1_000_000))))
@@ -64,7 +65,7 @@ def module_value() -> int:
 
 
 def held_numbers() -> list[int]:
-    return sorted(sys.modules["mlaunch.rank.held_objects"].table.objects)
+    return launches.held_numbers()
 
 
 def follow(other: Future[Any], one: Future[Any]) -> None:
@@ -207,7 +208,7 @@ class Walk:
         self.free()
         self.ranks.submit(total).cancel()
         first.result(LIMIT)
-        wanted = sorted(held._number for held in self.held)
+        wanted = sorted(launches.number_of(held) for held in self.held)
         assert self.ranks.run(held_numbers) == [wanted, wanted]
 
     def submit_in_a_callback(self) -> None:
@@ -275,7 +276,7 @@ class Walk:
     def take_a_number(self) -> None:
         """Other code closes a descriptor of the caller's, and opens its own there."""
         name, number = self.chance.choice(
-            [(name, fd) for name, fd in kept_numbers(self.ranks).items() if name in VITAL]
+            [(name, fd) for name, fd in launches.descriptors_of(self.ranks).items() if name in VITAL]
         )
         print(name, number)
         with open(os.devnull) as file:

@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 import mlaunch
 from mlaunch import Client, Server, launcher
-from mlaunch.rendezvous import client as rendezvous_client
-from mlaunch.rendezvous import tcp_store
+from tests import launches
 from tests.conftest import ROOT
 from tests.processes import wait_gone
 
@@ -68,7 +67,7 @@ def test_a_value_of_a_stranger_is_not_unpickled(server: Server) -> None:
 def test_a_value_that_the_store_would_not_take_is_refused(server: Server) -> None:
     """torch's hangs up, and so does ours for ranks of several machines; the connection is of no use then."""
     ours = client(server, timeout=60)
-    most = rendezvous_client._LONGEST
+    most = launches.longest_value()
     fits = b"x" * (most - len(pickle.dumps(b"x" * most)) + most)
     ours.user_set("large", fits)
     assert ours.user_get("large") == fits
@@ -94,7 +93,7 @@ class Bomb:
 def test_a_strangers_value_in_the_store_is_not_unpickled(server: Server, tmp_path: Path) -> None:
     """With defaults on both sides: anybody on this machine can write to the store."""
     ours = client(server, timeout=60)
-    stranger: Any = dist.PrefixStore("mlaunch/user", tcp_store.connect("127.0.0.1", server.py_server_port, LIMIT))
+    stranger: Any = dist.PrefixStore("mlaunch/user", launches.connect_to_store(server.py_server_port))
     for place in ("value/planted/1", "bcast/planted/0/0/value"):
         stranger.set(place, b"\0" * 32 + pickle.dumps(Bomb(tmp_path / "ran")))
     stranger.add("value/planted/version", 1)
@@ -108,7 +107,7 @@ def test_a_signature_holds_for_one_place(server: Server) -> None:
     """A signed value that somebody moved, or brought back, is not the one that was put there."""
     ours = client(server, timeout=60)
     ours.user_set("old", "first")
-    stranger: Any = dist.PrefixStore("mlaunch/user", tcp_store.connect("127.0.0.1", server.py_server_port, LIMIT))
+    stranger: Any = dist.PrefixStore("mlaunch/user", launches.connect_to_store(server.py_server_port))
     signed = stranger.get("value/old/1")
     ours.user_set("old", "second")
     stranger.set("value/old/2", signed)
@@ -122,7 +121,7 @@ def test_a_signature_holds_for_one_place(server: Server) -> None:
 def test_an_old_value_that_is_put_back_is_refused(server: Server) -> None:
     """With its own version, so that its signature is right."""
     ours = client(server, timeout=60)
-    stranger: Any = dist.PrefixStore("mlaunch/user", tcp_store.connect("127.0.0.1", server.py_server_port, LIMIT))
+    stranger: Any = dist.PrefixStore("mlaunch/user", launches.connect_to_store(server.py_server_port))
     ours.user_set("back", "first")
     signed = stranger.get("value/back/1")
     ours.user_set("back", "second")
@@ -166,14 +165,11 @@ def test_children_find_the_secret(server: Server, run_script: Any) -> None:
 
 def test_ranks_sign_for_their_launch_alone() -> None:
     def train() -> tuple[str, str]:
-        from mlaunch.protocol import this_rank
-
         mlaunch.get_client().user_set("k", 1)
         stranger = Client(store=dist.distributed_c10d._get_default_store(), secret="")
         with pytest.raises(ValueError, match="the value has another signature"):
             stranger.user_get("k")
-        assert this_rank.this_rank is not None
-        secret, _, launch = this_rank.this_rank.secret.partition("/")
+        secret, _, launch = launches.secret_here().partition("/")
         return secret, launch
 
     first, second = (launcher(train, 1)()[0] for _ in range(2))
@@ -267,7 +263,7 @@ def test_a_server_ends_with_its_process() -> None:
 
 
 def test_a_server_alone() -> None:
-    command = [sys.executable, "-m", "mlaunch.rendezvous.server", "--port", "0"]
+    command = [sys.executable, "-m", Server.__module__, "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
         told = re.fullmatch(r"serving at (\S+), port (\d+)\n", process.stdout.readline())

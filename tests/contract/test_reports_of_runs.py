@@ -12,17 +12,15 @@ import torch.distributed as dist
 
 import mlaunch
 from mlaunch import launcher
-from mlaunch.caller.many.reported import Reported
-from mlaunch.protocol.board import Board
-from mlaunch.protocol.report_ring import ENTRIES
 from tests.contract.test_submit import hold, holding
+from tests.launches import REPORTS_KEPT
 from tests.processes import wait_until
 
 
 def describe(folder: Path) -> None:
     mlaunch.report(7, loss=torch.tensor(0.5), rank=dist.get_rank(), note="half", none=None)
     hold(folder)
-    for step in range(3 * ENTRIES):
+    for step in range(3 * REPORTS_KEPT):
         mlaunch.report(step)
 
 
@@ -31,18 +29,19 @@ def test_reports_of_a_launch_that_goes_on(tmp_path: Path) -> None:
     pids = holding(tmp_path, "begun")
     wait_until(lambda: len(run.reports) == 2)
     first = {reported.rank: reported for reported in run.reports}
-    assert first == {
-        rank: Reported(rank, 7, {"loss": 0.5, "rank": rank, "note": "half", "none": None}) for rank in (0, 1)
+    assert {rank: (reported.step, reported.values) for rank, reported in first.items()} == {
+        rank: (7, {"loss": 0.5, "rank": rank, "note": "half", "none": None}) for rank in (0, 1)
     }
     assert first[1]["loss"] == 0.5
     for pid in pids:
         (tmp_path / f"begun-{pid}").unlink()
     run.result(120)
+    last = range(2 * REPORTS_KEPT, 3 * REPORTS_KEPT)
     for rank in (0, 1):
         steps = [reported.step for reported in run.reports if reported.rank == rank]
-        assert steps == [7, *range(2 * ENTRIES, 3 * ENTRIES)] or len(steps) > ENTRIES + 1  # seen in between
+        assert steps == [7, *last] or len(steps) > REPORTS_KEPT + 1  # seen in between
     assert run.latest is not None
-    assert run.latest.step == 3 * ENTRIES - 1
+    assert run.latest.step == 3 * REPORTS_KEPT - 1
 
 
 def learn(lr: float) -> tuple[int, str]:
@@ -86,18 +85,3 @@ def test_values_that_cannot_be_reported_are_refused() -> None:
         mlaunch.report(1, loss=[0.5])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"report\(\) of \d+ bytes; allowed: 500"):
         mlaunch.report(1, text="x" * 500)
-
-
-def test_a_ring_that_is_read_too_late() -> None:
-    board = Board.create(2)
-    for number in range(ENTRIES + 5):
-        board.ring(1).add(b"%d" % number)
-    found, count = board.ring(1).read(0)
-    assert [int(data) for data in found] == list(range(5, ENTRIES + 5))
-    board.ring(1).add(b"x" * 500)
-    assert board.ring(1).read(count) == ([b"x" * 500], count + 1)
-    assert board.ring(0).read(0) == ([], 0)
-    board.note_done(0, 3)
-    board.note_done(1, 3)
-    assert board.all_done(3)
-    board.close()

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from mlaunch import Ranks, launcher
-from mlaunch.protocol import settings
+from tests import launches
 from tests.contract.preparing import prepared, preparing
 
 BACKENDS = torch.backends
@@ -43,8 +43,8 @@ CHANGES: dict[str, Callable[[], object]] = {
     "umask": change_umask,
     "limits": change_limits,
     "affinity": lambda: os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}),
-    "slack": lambda: settings._set_timer_slack(70_000),
-    "score": lambda: settings._SCORE.write_text("1000"),
+    "slack": lambda: launches.set_timer_slack(70_000),
+    "score": lambda: Path("/proc/self/oom_score_adj").write_text("1000"),
     "locale": lambda: locale.setlocale(locale.LC_NUMERIC, "C.UTF-8"),
     "numpy": lambda: np.seterr(divide="ignore"),
     "dtype": lambda: torch.set_default_dtype(torch.float64),
@@ -61,7 +61,7 @@ CHANGES: dict[str, Callable[[], object]] = {
 @pytest.fixture
 def as_before() -> Iterator[None]:
     """Puts all of them back."""
-    before, filters = settings.of_this_process(), list(warnings.filters)
+    before, filters = launches.settings_here(), list(warnings.filters)
     yield
     torch.set_default_dtype(torch.float32)
     torch.set_deterministic_debug_mode(0)
@@ -70,13 +70,13 @@ def as_before() -> Iterator[None]:
     torch.multiprocessing.set_sharing_strategy("file_descriptor")  # type: ignore[no-untyped-call]
     torch.set_default_device(None)
     BACKENDS.cudnn.benchmark = False
-    settings.apply(before)
+    launches.apply_settings(before)
     np.seterr(divide="warn")
     warnings.filters[:] = filters  # type: ignore[index]
 
 
 def told() -> dict[str, Any]:
-    found = {name: dict(settings.of_this_process()).get(name) for name in CHANGES}
+    found = {name: dict(launches.settings_here()).get(name) for name in CHANGES}
     return found | {
         "filters": [one for one in found["filters"] if "something of" in str(one)]
     }  # libraries have some, too
@@ -149,7 +149,7 @@ def test_the_priority_of_the_thread_that_calls() -> None:
 
     def call() -> tuple[object, list[object]]:
         wanted = os.nice(1)
-        return wanted, launcher(lambda: dict(settings.of_this_process()).get("nice"), 1)()
+        return wanted, launcher(lambda: dict(launches.settings_here()).get("nice"), 1)()
 
     with ThreadPoolExecutor(1) as pool:
         wanted, there = pool.submit(call).result()

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from mlaunch import Ranks, launcher
-from mlaunch.caller.ranks import keep
-from mlaunch.rank import reload
+from tests import launches
 
 Write = Callable[[str], None]
 
@@ -88,9 +87,7 @@ def test_shared_ranks_are_replaced(write: Write, name: str) -> None:
             assert answer(name) == [1]
         assert answer(name) == [2]
     finally:
-        for found in keep._sets.values():
-            found.ranks.close()
-        keep._sets.clear()
+        launches.end_sets_that_stay()
 
 
 def test_functions_that_travel_by_value_are_current(ranks: Ranks) -> None:
@@ -148,20 +145,3 @@ def test_a_module_that_is_edited_while_the_call_runs_that_has_imported_it(
         assert end() == [[1, 1], [1, 1]]
     assert ranks.reload() == [name]
     assert ranks.run(answer_of, name) == [2, 2]
-
-
-def test_a_module_that_the_fork_server_has_imported_for_the_user(name: str, write: Write) -> None:
-    """Its own and torch's are libraries."""
-    write("def answer(): return 1\n")
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            reload.watch()
-            importlib.import_module(name)
-            write("def answer(): return 2\n")
-            reload.begin()
-            code = int(reload.changed() != [name])
-        finally:
-            os._exit(code)
-    assert os.waitpid(pid, 0)[1] == 0

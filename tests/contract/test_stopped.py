@@ -18,15 +18,10 @@ import pytest
 import torch.distributed as dist
 
 from mlaunch import LaunchError, LaunchTimeout, launcher
-from mlaunch.agent.supervision.stack_requests import request
-from mlaunch.caller.server.start_server import start_interpreter
-from mlaunch.caller.server.warm import warm_server
-from mlaunch.protocol import stack_dump
-from mlaunch.protocol.messages.launch_messages import Phase
-from mlaunch.rendezvous.address import listen
+from tests import launches
 from tests.contract import crashes
 from tests.contract.families import start_family
-from tests.processes import children, wait_gone
+from tests.processes import children, listen, wait_gone
 
 STOPPED = {"agent": os.getppid, "fork server": crashes.fork_server_of_a_rank}
 
@@ -34,8 +29,7 @@ STOPPED = {"agent": os.getppid, "fork server": crashes.fork_server_of_a_rank}
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the tests stop need not be waited for as long as a busy machine may take."""
-    monkeypatch.setattr("mlaunch.caller.launch.watchdog._REACTION_TIMEOUT", 0.5)
-    monkeypatch.setattr("mlaunch.caller.launch.watchdog._STEP_DELAY", 0.3)
+    launches.become_impatient(monkeypatch)
 
 
 def stop_and_interrupt(victim: str, caller: int, note: str = "") -> None:
@@ -57,12 +51,12 @@ def stop_and_interrupt(victim: str, caller: int, note: str = "") -> None:
 @pytest.mark.parametrize("start_method", ["forkserver", "fork"])
 @pytest.mark.parametrize("victim", STOPPED)
 def test_ctrl_c(victim: str, start_method: str) -> None:
-    server = warm_server.get(os.environ).pid
+    server = launches.server_pid()
     call = launcher(stop_and_interrupt, 2, grace_period=0.1, start_method=start_method)
     with pytest.raises(KeyboardInterrupt):
         call(victim, os.getpid())
     kept = victim == "agent" or start_method == "fork"  # only who does not answer is killed
-    assert (warm_server.get(os.environ).pid == server) is kept
+    assert (launches.server_pid() == server) is kept
 
 
 @pytest.mark.slow
@@ -90,7 +84,7 @@ class StopsTheServer:
 
 
 def stop_server() -> None:
-    server = warm_server.get(os.environ).pid
+    server = launches.server_pid()
     os.kill(server, signal.SIGSTOP)
     os.waitid(os.P_PID, server, os.WSTOPPED | os.WNOWAIT)
 
@@ -98,10 +92,10 @@ def stop_server() -> None:
 @pytest.mark.usefixtures("the_next_call_works", "impatient")
 def test_a_fork_server_that_was_stopped_between_calls() -> None:
     """It is replaced."""
-    stopped = warm_server.get(os.environ).pid
+    stopped = launches.server_pid()
     stop_server()
     assert launcher(lambda: 7, 1, deadline=60)() == [7]
-    assert warm_server.get(os.environ).pid != stopped
+    assert launches.server_pid() != stopped
     wait_gone([stopped])
 
 
@@ -159,7 +153,7 @@ def stopping_the_next_interpreter() -> Iterator[list[int]]:
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 def test_a_fork_server_that_is_stopped_while_it_imports(start_method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is slow has more time than the deadline gives, but not one that is stopped."""
-    monkeypatch.setattr("mlaunch.caller.server.fork_server._IMPORT_TIMEOUT", 3600.0)
+    launches.be_patient(monkeypatch, "import", 3600.0)
     call = launcher(lambda: 7, 1, env=OTHER, deadline=1, start_method=start_method)
     words = "had not imported torch when the deadline had passed .* and was killed"
     with stopping_the_next_interpreter() as stopped, pytest.raises(LaunchTimeout, match=words):
@@ -183,7 +177,7 @@ def test_ctrl_c_while_a_stopped_fork_server_imports(start_method: str) -> None:
 
 
 def test_an_import_may_take_longer_than_the_deadline() -> None:
-    server = start_interpreter(os.environ)
+    server = launches.start_server()
     try:
         assert server.ready(0.0).backends
     finally:
@@ -207,27 +201,6 @@ def test_no_orphans(stopped: list[str], killed: str, start_method: str) -> None:
     os.kill(family.pids[killed], signal.SIGKILL)
     family.wait()
     wait_gone(family.everyone)
-
-
-@pytest.mark.parametrize(("number", "asked"), [(signal.SIGSTOP, False), (signal.SIGCONT, True)])
-def test_a_stopped_rank_is_not_asked_for_its_stacks(number: int, asked: bool) -> None:
-    """It could not answer, and would cost the others the time that is waited for all together."""
-    child = os.fork()
-    if child == 0:
-        import faulthandler
-
-        faulthandler.register(stack_dump.STACK_SIGNAL, file=os.open(os.devnull, os.O_WRONLY))
-        os.kill(os.getpid(), signal.SIGSTOP)
-        crashes.hang()
-    try:
-        os.waitid(os.P_PID, child, os.WSTOPPED)
-        os.kill(child, number)
-        if asked:
-            os.waitid(os.P_PID, child, os.WCONTINUED)
-        assert request(child, Phase.RUNNING, stack_dump.STACK_SIGNAL) is asked
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
 
 
 def take_a_name_and_hang(name: bytes) -> None:

@@ -21,16 +21,11 @@ from torch.utils.data import DataLoader, Dataset
 
 import mlaunch
 from mlaunch import LaunchError, LaunchTimeout, Ranks, launcher
-from mlaunch.caller import running_launches
-from mlaunch.caller.running_launches import ask
-from mlaunch.cli import main
-from mlaunch.protocol import registry
-from mlaunch.protocol.visitors import STATUS, STOP
-from mlaunch.rendezvous.address import listen
+from tests import launches
 from tests.conftest import ROOT
 from tests.contract.test_engine_calls import Threads
 from tests.imported import IMPORTED
-from tests.processes import wait_until
+from tests.processes import listen, wait_until
 from tests.stop_storm import storm
 
 pytestmark = pytest.mark.usefixtures("the_next_call_works")
@@ -121,7 +116,7 @@ def never_look() -> None:
 
 
 def ours() -> list[dict[str, Any]]:
-    return [launch for launch in ask(STATUS) if launch["caller"] == os.getpid()]
+    return [launch for launch in launches.ask("status") if launch["caller"] == os.getpid()]
 
 
 def stop_the_second(function: Callable[..., Any]) -> list[Future[list[Any]]]:
@@ -136,7 +131,7 @@ def stop_the_second(function: Callable[..., Any]) -> list[Future[list[Any]]]:
 
         wait_until(both_run)
         [second] = [launch for launch in ours() if launch["ranks"][0]["rank"] == 2]
-        ask(STOP, registry.name_of(second["id"], 2), patient=True)
+        launches.ask("stop", f"{second['id']}-2", patient=True)
         wait(runs)
     return runs
 
@@ -318,7 +313,7 @@ def test_mlaunch_stop_is_over_with_the_call_though_its_ranks_stay(tmp_path: Path
 
     def stop() -> None:
         (tmp_path / "there").read_text()
-        while main(["stop"]):  # it listens some moments after its start
+        while launches.command("stop"):  # it listens some moments after its start
             os.sched_yield()
 
     with Ranks(n_gpus=2) as ranks, ThreadPoolExecutor(1) as pool:
@@ -337,7 +332,7 @@ def test_mlaunch_stop_waits_for_ranks_that_take_longer_than_an_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one that writes a checkpoint, once it is asked to stop."""
-    monkeypatch.setattr(running_launches, "_ANSWER_TIMEOUT", 0.1)
+    launches.be_patient(monkeypatch, "answer", 0.1)
 
     def work() -> str:
         (tmp_path / "begun").touch()
@@ -348,7 +343,7 @@ def test_mlaunch_stop_waits_for_ranks_that_take_longer_than_an_answer(
         return reason
 
     def stop() -> None:
-        while main(["stop"]):  # it listens some moments after its start
+        while launches.command("stop"):  # it listens some moments after its start
             os.sched_yield()
 
     run = launcher(work, 1).submit()
@@ -379,7 +374,7 @@ def test_mlaunch_stop(tmp_path: Path, now: bool, capsys: pytest.CaptureFixture[s
 
     def ask() -> None:
         Path(path).read_text()
-        while main(["stop", *["--now"] * now]):  # it listens some moments after its start
+        while launches.command("stop", *["--now"] * now):  # it listens some moments after its start
             os.sched_yield()
 
     thread = threading.Thread(target=ask)

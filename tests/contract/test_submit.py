@@ -18,11 +18,8 @@ import pytest
 import torch.distributed as dist
 
 import mlaunch
-from mlaunch import LaunchError, launcher
-from mlaunch.caller.many.loop import THREAD, loop
-from mlaunch.caller.many.run_future import Run, RunCourse
-from mlaunch.leases.acquisition import standing
-from mlaunch.leases.site import place
+from mlaunch import LaunchError, Run, launcher
+from tests import launches
 from tests.processes import alive, wait_until
 
 
@@ -78,7 +75,7 @@ def test_a_callback_may_wait_for_what_it_submits(tmp_path: Path) -> None:
             expected = (3, {"hold()", "int()"}, ["third"], FileNotFoundError, [[4], [5]], False)
             assert found.result(120) == expected
     assert first.result(120) == ["first"]
-    wait_until(lambda: THREAD not in [thread.name for thread in threading.enumerate()])
+    wait_until(lambda: launches.THREAD_OF_RUNS not in [thread.name for thread in threading.enumerate()])
 
 
 def test_a_callback_may_wait_for_another_that_has_ended_with_it() -> None:
@@ -216,21 +213,11 @@ def test_failures_are_the_futures() -> None:
     wait_until(lambda: told != [])
 
 
-def test_a_run_whose_turn_has_come_is_starting() -> None:
-    course = RunCourse(loop)
-    run = Run("train()", {}, course)
-    assert run.state == "waiting"
-    course.starting = True
-    assert run.state == "starting"
-    assert repr(run) == "<Run of train(): starting>"
-    assert not run.running()
-
-
 def test_cancel_of_one_that_runs_and_of_one_that_waits(tmp_path: Path) -> None:
     held = launcher(hold, n_gpus=2, concurrent=1)
     first, second, third = (held.submit(tmp_path, name) for name in ("first", "second", "third"))
     pids = holding(tmp_path, "first")
-    wait_until(lambda: len(standing(place(os.environ))[1]) == 1)  # the third has no ticket of its own
+    wait_until(lambda: len(launches.leases()[1]) == 1)  # the third has no ticket of its own
     assert (first.running(), second.running()) == (True, False)
     wait_until(lambda: len(first.stacks()) == 2)  # it listens a moment after it has begun
     assert all("hold" in stack for stack in first.stacks().values())
@@ -272,4 +259,4 @@ def test_misuse_is_raised_where_it_is_submitted() -> None:
         double.options(start_method="spawn").submit(1)
     with pytest.raises(ValueError, match=r"n_gpus=1: .*|devices=\[7\]: ranks on CPUs have no device numbers"):
         double.options(n_gpus=None, devices=[7], device_type="cpu").submit(1).result(120)
-    assert THREAD not in [thread.name for thread in threading.enumerate()]
+    assert launches.THREAD_OF_RUNS not in [thread.name for thread in threading.enumerate()]

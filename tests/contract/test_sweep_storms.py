@@ -12,15 +12,10 @@ import torch.distributed as dist
 
 import mlaunch
 from mlaunch import LaunchError, launcher
-from mlaunch.caller.launch.handle import LaunchHandle
-from mlaunch.caller.launch.outcome import Outcome
-from mlaunch.caller.output.relay import Relay
-from mlaunch.caller.report.history import History
-from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.spec import LaunchSpec
+from tests import launches
 from tests.sweep_storm import failures, killed, pruned
 
-_OF_A_LAUNCH = {LaunchHandle, Outcome, Relay, History, Channel, LaunchSpec}
+_OF_A_LAUNCH = launches.parts_of_a_launch()
 _LINES = 2000
 
 

@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,14 +20,8 @@ import torch
 import torch.distributed as dist
 
 import mlaunch
-from mlaunch import LaunchTimeout, launcher
-from mlaunch.caller.many import sweep, sweep_table
-from mlaunch.caller.many.sweep import Sweep
-from mlaunch.caller.running_launches import ask
-from mlaunch.caller.watch_rows import title_of
-from mlaunch.leases.acquisition import standing
-from mlaunch.leases.site import place
-from mlaunch.protocol.visitors import STATUS
+from mlaunch import Sweep, launcher
+from tests import launches
 from tests.contract.test_submit import hold, holding
 from tests.processes import alive, wait_until
 from tests.unit.test_output import Place
@@ -55,7 +48,7 @@ def test_a_map_and_a_grid() -> None:
     rows = grid.rows()
     assert [(row["x"], row["y"]) for row in rows] == [(1, 0), (1, 1), (2, 0), (2, 1)]
     assert rows[3] == {**rows[3], "folder": None, "state": "returned", "value": 2, "values": [2, 3]}
-    assert sweep_table.text(list(grid), 3).splitlines()[-1] == "and 1 more: table() has all"  # type: ignore[arg-type]
+    assert launches.table_text(grid, 3).splitlines()[-1] == "and 1 more: table() has all"  # type: ignore[arg-type]
     assert "<td>2</td><td>1</td><td>returned</td>" in grid._repr_html_()
     assert len(times.map([])) == 0
 
@@ -74,7 +67,7 @@ def _who(_number: int) -> tuple[int, int, bool]:
     """Returns agent, rank, and whether this process, too, holds its trial's place."""
     links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
     held = [os.readlink(link) for link in links if os.path.exists(link)]
-    return os.getppid(), os.getpid(), any(Path(path).parent == place(os.environ) for path in held)
+    return os.getppid(), os.getpid(), any(Path(path).parent == launches.lease_directory() for path in held)
 
 
 @pytest.mark.slow
@@ -187,7 +180,7 @@ def test_repeats_have_each_their_own_values(tmp_path: Path) -> None:
 def ranks_of(runs: Sweep, folder: Path) -> list[int]:
     """Waits until the first trial holds and the second waits; returns the ranks of the first."""
     pids = holding(folder, "first")
-    wait_until(lambda: len(standing(place(os.environ))[1]) == 1)
+    wait_until(lambda: len(launches.leases()[1]) == 1)
     assert [run.state for run in runs] == ["running", "waiting", "waiting"]
     return pids
 
@@ -208,27 +201,6 @@ def test_rows_have_a_column_for_each_thing_that_was_reported_or_returned() -> No
     assert (type(second["value"]), second["value"]) == (float, 2.5)
 
 
-def test_a_row_says_who_kept_a_trial_that_hung() -> None:
-    def fails(text: str) -> str:
-        return sweep_table._reason(LaunchTimeout(text))
-
-    late = "train() did not finish within its deadline of 6 s; ranks 0-1 had not returned"
-    why = "rank 1 has not entered all_reduce #1 of the default group"
-    assert fails(f"{late}\n{why}\n\nmeanwhile:\n  ranks 0-1 were in f") == f"LaunchTimeout: {why}; {late}"
-    assert fails(f"{late}\n\nmeanwhile:\n  ranks 0-1 were in f") == f"LaunchTimeout: ranks 0-1 were in f; {late}"
-    assert fails("") == "LaunchTimeout: "
-
-
-def test_the_last_line_counts_what_is_done_and_what_of_that_failed() -> None:
-    def line(*states: str) -> str:
-        trials: Any = [SimpleNamespace(state=state) for state in states]
-        return sweep_table.in_one_line("train", trials, 35.0)
-
-    assert line("returned", "running", "waiting", "waiting") == "train: 1 of 4 done, 1 running, 2 waiting  0:35"
-    assert line("returned", "failed", "cancelled") == "train: 3 of 3 done (1 of them failed, 1 cancelled)  0:35"
-    assert line("cancelled", "starting") == "train: 1 of 2 done (1 of them cancelled), 1 starting  0:35"
-
-
 def in_a_fork(runs: Sweep, folder: Path) -> bool:
     """True if it leaves its parent's runs alone, and makes calls of its own."""
     own = launcher(int, n_gpus=1, concurrent=1).submit(7)
@@ -246,7 +218,7 @@ def test_a_fork_beside_a_sweep(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     given: dict[str, Any] = {"folder": [tmp_path], "name": ["first", "second"], "resume": tmp_path / "sweep.jsonl"}
     runs = launcher(hold, n_gpus=1, concurrent=1).grid(**given)
     wait_until(lambda: [run.state for run in runs] == ["running", "waiting"] and [*tmp_path.glob("first-*")])
-    wait_until(lambda: standing(place(os.environ))[1])
+    wait_until(lambda: launches.leases()[1])
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         with contextlib.suppress(BaseException):
@@ -314,7 +286,7 @@ def test_lines_of_trials_and_how_far_they_are(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = Place()
-    monkeypatch.setattr(sweep, "area", lambda **_: place)
+    launches.show_sweeps_at(monkeypatch, lambda **_: place)
     runs = launcher(say, n_gpus=2, concurrent=2).map([tmp_path] * 3, ["first", "second", "third"])
     expected = [
         "name='first': say()  0:00  running, step 3, loss 0.25",
@@ -323,7 +295,7 @@ def test_lines_of_trials_and_how_far_they_are(
     ]
     pattern = "\n".join(map(re.escape, expected)).replace("0:00", r"\d:\d\d")
     wait_until(lambda: any(re.match(pattern, text) for text in place.shown))
-    titles = [title_of(launch) for launch in ask(STATUS)]
+    titles = [launches.title_of(launch) for launch in launches.ask("status")]
     assert all(any(f"name={name!r})  2 ranks" in title for title in titles) for name in ("first", "second"))
     for name in ("first", "second", "third"):
         for pid in holding(tmp_path, name):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-import io
 import linecache
 import os
 import re
@@ -22,9 +21,7 @@ import torch
 import torch.distributed as dist
 
 from mlaunch import LaunchError, Ranks, comm, launcher
-from mlaunch.base.fds import memory_file
-from mlaunch.protocol import payload
-from mlaunch.protocol.pickling import pickle_by_name, pickle_by_value
+from tests import launches
 from tests.contract import functions
 
 DTYPES = [
@@ -36,10 +33,10 @@ DTYPES = [
 def round_trip(value: Any, *, to_caller: bool = True) -> Any:
     import os
 
-    fd = memory_file("test")
+    fd = os.memfd_create("test")
     try:
-        payload.write(fd, value, to_caller=to_caller)
-        return payload.read(fd)
+        launches.write_value(fd, value, to_caller=to_caller)
+        return launches.read_value(fd)
     finally:
         os.close(fd)
 
@@ -126,7 +123,7 @@ class Drawn:
 @pytest.mark.slow
 def test_a_value_that_nobody_else_holds_lives_until_it_is_written() -> None:
     value = Drawn()
-    parts = pickle_by_name(io.BytesIO(), value)
+    parts = launches.pickled(value)
     gc.collect()
     assert value.array() is not None
     del parts
@@ -335,7 +332,7 @@ def test_the_source_of_a_cells_class_travels_with_it(cells: Any) -> None:
         assert ranks.run(lambda net: inspect.getsource(net.go), first["Net"]()) == ["    def go(self): return 1\n"]
         second = cells("/nowhere/4.py", "class Net:\n    def go(self): return 2\n")
         assert ranks.run(lambda net: inspect.getsource(net.go), second["Net"]()) == ["    def go(self): return 2\n"]
-    parts = pickle_by_value(io.BytesIO(), [first["Net"], second["Net"]])
+    parts = launches.pickled([first["Net"], second["Net"]], by_value=True)
     assert parts.told == {"/nowhere/4.py"}
 
 

@@ -23,10 +23,7 @@ import torch.distributed as dist
 
 import mlaunch
 from mlaunch import Ranks, launcher
-from mlaunch.caller import running_launches
-from mlaunch.caller.watch_rows import RankTable
-from mlaunch.protocol import registry
-from mlaunch.protocol.visitors import WATCH
+from tests import launches
 from tests.contract.test_engine_calls import Threads
 from tests.imported import IMPORTED
 from tests.processes import wait_until
@@ -39,8 +36,7 @@ TERMINAL = {"TERM": "xterm", "COLUMNS": "160", "LINES": "40"}  # whatever xdist 
 
 @pytest.fixture(autouse=True)
 def no_other_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = registry.candidates
-    monkeypatch.setattr(registry, "candidates", lambda environ: usual(environ)[:1])
+    launches.hide_other_launches(monkeypatch)
 
 
 def train(go: Path) -> None:
@@ -64,7 +60,7 @@ def training(tmp_path: Path, call: Callable[[Path], Any]) -> Iterator[None]:
 
 
 def lines() -> list[str]:
-    return RankTable(lambda _device: None, "here").lines(running_launches.ask(WATCH))
+    return launches.watched_rows()
 
 
 def row(number: int, device: str = "cpu") -> str:
@@ -90,7 +86,7 @@ def wait_for(rows: list[str]) -> None:
 def test_a_row_for_each_rank(tmp_path: Path) -> None:
     with training(tmp_path, launcher(train, 3)):
         wait_for([row(0), row(1), row(2)])
-        [launch] = running_launches.ask(WATCH)
+        [launch] = launches.ask("watch")
         assert all(rank["cpu"] > 0 for rank in launch["ranks"])
         assert "stacks" not in launch["ranks"][0]
 

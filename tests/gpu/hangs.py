@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mlaunch import LaunchError, LaunchTimeout, Ranks, launcher
-from mlaunch.protocol import stack_dump
+from tests import launches
 from tests.gpu.figures import MARK
 from tests.gpu.parts import pause, where
 from tests.gpu.place import HAS_TENSORS, check, count, needs_tensors, place
@@ -142,7 +142,7 @@ def work_while_asked(number: int) -> tuple[int, float]:
 def signals() -> None:
     """The signal that asks a rank for its stack, a thousand times, while it allocates, launches and captures."""
     needs_tensors()
-    number: Any = stack_dump.STACK_SIGNAL
+    number: Any = launches.STACK_SIGNAL
     check(launcher(work_while_asked, 1)(number) == [(ASKS, 2.0 * 2**22)], f"{ASKS} signals change nothing")
 
 

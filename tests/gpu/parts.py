@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mlaunch import LaunchError, LaunchTimeout, Ranks, comm, launcher
-from mlaunch.caller.server.warm import warm_server
+from tests import launches
 from tests.contract.preparing import pids_of, prepared, preparing
 from tests.gpu.place import HAS_TENSORS, KIND, check, count, place
 
@@ -105,7 +105,7 @@ def prepared_ones() -> None:
     with preparing():
         check(all(launcher(has_device)()), "a rank that runs is seen to hold its device")
         ranks = pids_of(prepared())
-        server = warm_server.get(os.environ).pid
+        server = launches.server_pid()
         for who, pids in (("the fork server", [server]), ("prepared ranks", ranks)):
             check(not any(map(holds_device, pids)), f"no device is open in {who}")
         check(launcher(os.getpid)() == ranks, "the next call is served by the prepared ranks")

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mlaunch import Ranks, launcher
-from mlaunch.caller.server.warm import warm_server
+from tests import launches
 from tests.contract.preparing import pids_of, prepared, preparing
 from tests.gpu.figures import FEW, MARK, seconds
 from tests.gpu.parts import holds_device, where
@@ -41,7 +41,7 @@ def late() -> None:
                 f"call {number}: {seconds(lambda: print(call(), end=' '), pause=3.0):.2f} s, torch._dynamo there or not"
             )
         check(all(call()), "the fork server has imported what ranks had to")
-        server = warm_server.get(os.environ).pid
+        server = launches.server_pid()
         for who, pids in (("the fork server", [server]), ("prepared ranks", pids_of(prepared()))):
             check(not any(map(holds_device, pids)), f"no device is open in {who}")
         check(len(launcher(where)()) == count(), "the next ranks use their devices")

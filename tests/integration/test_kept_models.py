@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from mlaunch import Ranks, launcher
-from mlaunch.rank.setup import device
+from tests import launches
 
 STEPS = 4
 
@@ -51,7 +51,7 @@ def fail_after_a_step(_state: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
 def test_a_held_model_is_stepped_across_calls(kind: str) -> None:
-    if kind == "FSDP2" and device.version() < (2, 7):
+    if kind == "FSDP2" and launches.torch_version() < (2, 7):
         pytest.skip("FSDP2 of torch 2.6 does not run on CPUs")
     expected = launcher(whole, 2)(kind)
     with Ranks(n_gpus=2) as ranks:

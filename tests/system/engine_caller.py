@@ -18,14 +18,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import mlaunch
 from mlaunch import Ranks, engines, launcher
-from mlaunch.base.exceptions import report_of
-from mlaunch.engines import Cluster, slurm_allocation
-from mlaunch.protocol import token as tokens
+from mlaunch.engines import Cluster
+from tests import launches
 
 IMPATIENT: dict[str, Any] = {"heartbeat_timeout": 2, "grace_period": 0.5}
 SIZE = 2  # ranks on a machine that says nothing else
@@ -170,6 +170,7 @@ def preempted(engine: Any) -> Any:
 
 def secret(engine: Any) -> Any:
     """Where the launch's secret stands on its machines: command lines, variables, files of the batch system."""
+    tokens = launches.tokens()
     drawn, folder = tokens.draw(), str(Path(os.environ.get("SLURM_CONF", "/nonexistent/x")).parent)
 
     def look(start: str, rest: str) -> list[str]:
@@ -405,7 +406,7 @@ def answer(run: Callable[[Any], Any], engine: Any) -> dict[str, Any]:
         try:
             found["value"] = run(engine)
         except BaseException as error:
-            report = report_of(error)
+            report = launches.report_of(error)
             found |= {"error": type(error).__name__, "text": str(error), "report": str(report or "")}
             found["notes"] = [*getattr(error, "__notes__", []), *getattr(report, "__notes__", [])]
             found["trace"] = traceback.format_exc()
@@ -416,7 +417,8 @@ def main() -> None:
     made = eval(sys.argv[1], vars(engines).copy())
     machines = int(sys.argv[2])
     made.lease = float(os.environ.get("SCENE_LEASE", made.lease))
-    slurm_allocation._END_TIMEOUT = float(os.environ.get("SCENE_END_TIMEOUT", slurm_allocation._END_TIMEOUT))
+    if limit := os.environ.get("SCENE_END_TIMEOUT"):
+        launches.be_patient(pytest.MonkeyPatch(), "end of an allocation", float(limit))
     held: Cluster | None = None
     print("ready", flush=True)
     for line in sys.stdin:

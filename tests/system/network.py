@@ -10,8 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from mlaunch.rendezvous.address import is_taken
-from mlaunch.rendezvous.event_loop import VARIABLE
+from tests import launches
 from tests.conftest import ROOT
 from tests.imported import IMPORTED, NAMESPACES
 from tests.processes import apart, descendants, wait_gone
@@ -23,7 +22,7 @@ MACHINE = str(ROOT / "tests" / "system" / "machine.py")
 def free_port() -> int:
     """One that nobody has on this machine, below those that the kernel gives to whoever connects."""
     end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while is_taken(port := random.SystemRandom().randrange(1024, max(end, 2048))):
+    while launches.is_taken(port := random.SystemRandom().randrange(1024, max(end, 2048))):
         pass
     return port
 
@@ -112,7 +111,9 @@ class Loopback(Network):
 
     def __init__(self, size: int) -> None:
         self._runtime = tempfile.mkdtemp()
-        self.hosts = [Host(os.uname().nodename, "127.0.0.1", [], self._runtime, **{VARIABLE: "1"}) for _ in range(size)]
+        self.hosts = [
+            Host(os.uname().nodename, "127.0.0.1", [], self._runtime, **{"MLAUNCH_UVLOOP": "1"}) for _ in range(size)
+        ]
 
     def close(self) -> None:
         super().close()

@@ -11,15 +11,12 @@ from pathlib import Path
 import pytest
 
 from mlaunch import launcher
-from mlaunch.caller.many.trial_file import TrialFile
 from mlaunch.engines import Hosts
-from mlaunch.leases.site import opened
-from mlaunch.protocol import registry
-from mlaunch.protocol import token as tokens
+from tests import launches
 from tests.another_user import greet, said_by_another_user
 from tests.conftest import ROOT
-from tests.stores import store_of_a_launch, store_of_one_machine
 from tests.system.commands import run, write
+from tests.unit.stores import store_of_a_launch, store_of_one_machine
 
 SCRIPT = """
 import os
@@ -52,17 +49,16 @@ def test_the_store_of_a_running_launch_is_closed_to_others() -> None:
 
 
 def test_another_user_finds_no_launch_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    home = registry.home(os.environ)
-    with registry.listen(os.environ, "another"):
+    home = launches.runtime_directory()
+    with launches.listening_as("another"):
         monkeypatch.chdir(home)  # so that no directory above it keeps another user away
         assert said_by_another_user(lambda: str(os.listdir("."))) == "PermissionError"
         assert os.listdir(home) == ["another.sock"]
-    registry.remove(os.environ, "another")
 
 
 def test_another_user_reads_no_lease_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leases = tmp_path / "leases"
-    with opened(leases) as site, site:
+    with launches.lease_site(leases) as site:
         held = site.take("lease", {"function": "train()"})
         monkeypatch.chdir(leases)
         assert said_by_another_user(lambda: str(os.listdir("."))) == "PermissionError"
@@ -77,14 +73,13 @@ def test_a_sweep_reads_no_file_of_another_user(tmp_path: Path, monkeypatch: pyte
     planted = Path("sweep.jsonl")
     assert said_by_another_user(lambda: str(planted.write_bytes(b""))) == "0"
     with pytest.raises(PermissionError, match="what stands there is unpickled here; allowed: a file of your own"):
-        TrialFile(planted, "train()", len).look_up([])
+        launches.read_trials(planted)
 
 
 @pytest.mark.slow
 def test_no_secret_of_an_engine_is_where_others_look(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Command lines are open to all, variables and files to more than who runs the launch, as to a batch system."""
-    secret = tokens.draw()
-    monkeypatch.setattr(tokens, "draw", lambda: secret)
+    secret = launches.secret_of_launches(monkeypatch)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
 
     def look(start: str, rest: str, folder: str) -> list[str]:

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from mlaunch import LaunchError, launcher
-from mlaunch.cli.ps_and_stacks import ask
 from mlaunch.engines import Hosts
-from mlaunch.protocol.visitors import STATUS
+from tests import launches
 from tests.processes import descendants, wait_gone
 from tests.system.engine_rigs import (
     Rig,
@@ -291,7 +290,7 @@ def test_a_caller_that_is_killed_leaves_nothing(rig: Rig) -> None:
     if "Slurm" in rig.engine:
         wait_for_jobs(rig, 0)
     # Which removes the name of its socket; so does the next call on machines. Other launches may run here.
-    assert not [one for one in ask(STATUS) if rig.process.pid in (one["caller"], one["agent"])]
+    assert not [one for one in launches.ask("status") if rig.process.pid in (one["caller"], one["agent"])]
 
 
 @pytest.mark.nightly

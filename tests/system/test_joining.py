@@ -16,10 +16,7 @@ import pytest
 import torch.distributed as dist
 
 import mlaunch
-from mlaunch.caller.options.launch_options import Options
-from mlaunch.rank.joining import recognise
-from mlaunch.rendezvous.address import listen
-from tests import builds
+from tests import builds, launches
 from tests.conftest import ROOT
 from tests.imported import IMPORTED
 from tests.system import slurm
@@ -215,73 +212,17 @@ def test_a_peer_that_is_dead_at_exit(victim: int) -> None:
     assert ends[victim] == ("", "", -signal.SIGKILL)
 
 
-SILENT = """
-import os, sys, mlaunch
-from mlaunch.rank.joining import join
-join._ANSWER_TIMEOUT = 0.5
-try:
-    mlaunch.join(0, 2, "127.0.0.1", int(sys.argv[1]))
-except RuntimeError as error:
-    print(error, flush=True)
-os._exit(0)  # torch may try on for a while
-"""
-
-
-def test_a_port_at_which_no_store_listens() -> None:
-    with listen() as silent:
-        port = silent.getsockname()[1]
-        command = [IMPORTED, "-c", SILENT, str(port)]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
-    assert done.stdout.startswith(
-        f"rank 0 cannot host the ranks' store at port {port}, which is taken, and what listens"
-    )
-
-
 # What is recognised
 
 TORCH = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "9", "LOCAL_RANK": "1"}
 SLURM = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_SRUN_COMM_PORT": "5", "MASTER_ADDR": "h",
          "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "77"}  # fmt: skip
-OPENMPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-           "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "x"}  # fmt: skip
-
-
-SUBMITIT = {"SUBMITIT_EXECUTOR": "local", "SUBMITIT_LOCAL_GLOBALID": "1", "SUBMITIT_LOCAL_NTASKS": "2",
-            "SUBMITIT_LOCAL_JOB_ID": "4711"}  # fmt: skip
-
-
-def test_recognition_of_submitit() -> None:
-    place = recognise.recognise(SUBMITIT)
-    assert place is not None
-    assert place == recognise.RankInfo("submitit", 1, 2, "127.0.0.1", place.port, 1, 2)
-    assert place.port != getattr(recognise.recognise({**SUBMITIT, "SUBMITIT_LOCAL_JOB_ID": "4712"}), "port", None)
-    in_slurm = recognise.recognise({**SUBMITIT, "SUBMITIT_EXECUTOR": "slurm", **SLURM})
-    assert in_slurm is not None
-    assert in_slurm.launcher == "srun"
-    assert recognise.recognise({**SUBMITIT, "SUBMITIT_EXECUTOR": "slurm"}) is None
-
-
-def test_recognition() -> None:
-    place = recognise.recognise(TORCH)
-    assert place == recognise.RankInfo("torchrun", 1, 4, "h", 9, 1, None)
-    place = recognise.recognise({**SLURM, "MASTER_PORT": "9"})
-    assert place == recognise.RankInfo("srun", 3, 4, "h", 9, 1, 2)
-    place = recognise.recognise(OPENMPI)
-    assert place is not None
-    assert (place.launcher, place.host, place.rank, place.local_world_size) == ("mpirun", "127.0.0.1", 1, 2)
-    assert 15000 <= place.port < 25000
-    place = recognise.recognise({**OPENMPI, "MASTER_ADDR": "h7"})  # which counts for more than where mpirun has put us
-    assert place is not None
-    assert place.host == "h7"
-    assert recognise.recognise({**SLURM, **OPENMPI, **TORCH}).launcher == "torchrun"  # type: ignore[union-attr]
-    inside_mpi_init = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}  # of a task of srun's
-    assert recognise.recognise({**SLURM, **OPENMPI, **inside_mpi_init}).launcher == "srun"  # type: ignore[union-attr]
 
 
 RECOGNISE = """
 import dataclasses, json, os
-from mlaunch.rank.joining.recognise import recognise
-print(json.dumps(dataclasses.asdict(recognise(os.environ))), flush=True)
+from tests import launches
+print(json.dumps(dataclasses.asdict(launches.recognised())), flush=True)
 """
 
 
@@ -298,35 +239,6 @@ def test_mpirun_in_an_allocation_of_slurm_is_not_taken_for_srun(tmp_path: Path) 
     assert found == [("mpirun", rank, 4, rank % 2) for rank in range(4)]
 
 
-def test_environments_that_are_not_recognised() -> None:
-    batch_script = {name: SLURM[name] for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID")}
-    assert recognise.recognise({}) is None
-    assert recognise.recognise(batch_script) is None
-    assert recognise.recognise({**TORCH, "MLAUNCH_JOIN": "0"}) is None
-    assert recognise.recognise({**TORCH, "MLAUNCH_RANK_PID": "1"}) is None
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (mlaunch.join_from_torch, "RANK is not set: was this process started by torchrun? Of RANK, WORLD_SIZE, "
-                                  "MASTER_ADDR, MASTER_PORT the environment has MASTER_ADDR"),
-        (lambda: mlaunch.join_from_slurm("h", 1), "SLURM_PROCID is not set: was this process started by srun? Of "),
-        (lambda: mlaunch.join_from_openmpi("h", 1), "OMPI_COMM_WORLD_RANK is not set: was this process started by"),
-        (mlaunch.join_from_env, "this process was not started by torchrun, submitit, srun or mpirun, as far as its "
-                                "environment tells (MLAUNCH_JOIN=unset); start it so, or call mlaunch.join()"),
-        (lambda: recognise.from_torch({**TORCH, "RANK": "one"}), "RANK='one' in the environment is not a whole"),
-        (lambda: recognise.from_openmpi({**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}),
-         "mpirun started this process on one of several machines, and does not say where rank 0 is: set MASTER_ADDR"),
-    ],
-)  # fmt: skip
-def test_missing_variables_are_named(call: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "h")
-    with pytest.raises(RuntimeError) as caught:
-        call()
-    assert words in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -339,7 +251,7 @@ def test_missing_variables_are_named(call: Any, words: str, monkeypatch: pytest.
     ],
 )
 def test_join_refuses(arguments: tuple[Any, ...], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlaunch.rank.joining.join._complete_environment", lambda _: pytest.fail("it joins"))
+    launches.once_it_joins(monkeypatch, lambda: pytest.fail("it joins"))
     with pytest.raises(ValueError, match=words):
         mlaunch.join(*arguments)
 
@@ -365,15 +277,6 @@ def test_one_task_of_srun_per_machine_starts_that_machines_ranks(tasks: str, mon
     for name, value in {**SLURM, "SLURM_STEP_NUM_TASKS": tasks, "SLURM_PROCID": "0"}.items():
         monkeypatch.setenv(name, value)
     assert mlaunch.launcher(lambda: 1, n_gpus=2, world_size=2)() == [1, 1]
-
-
-@pytest.mark.parametrize(("option", "words"), [
-    ({"join": "no"}, "join='no': allowed: True, False"),
-    ({"seed": 1.5}, "seed=1.5: allowed: a whole number from 0"),
-])  # fmt: skip
-def test_options_of_a_wrong_type(option: dict[str, Any], words: str) -> None:
-    with pytest.raises(TypeError, match=words):
-        Options(**option)
 
 
 @pytest.mark.slow

@@ -20,9 +20,8 @@ from typing import Any
 
 import pytest
 
-from mlaunch.rendezvous import address as address_module
 from tests.conftest import ROOT
-from tests.processes import agents, children, descendants, wait_gone, wait_until
+from tests.processes import agents, children, descendants, listen, wait_gone, wait_until
 from tests.system.machines import PORT, launched
 from tests.system.network import Loopback, Namespaces, Network, why_no_namespaces
 
@@ -313,7 +312,7 @@ async def delaying_proxy(listener: socket.socket, port: int, over: threading.Eve
 
 def test_a_slow_network(loopback: Network) -> None:
     """Control and store connections are delayed; the joining machine knows the proxy's port alone."""
-    over, listener = threading.Event(), address_module.listen()
+    over, listener = threading.Event(), listen()
     port = listener.getsockname()[1]
     thread = threading.Thread(target=lambda: asyncio.run(delaying_proxy(listener, PORT, over)))
     thread.start()
@@ -553,13 +552,6 @@ def test_only_the_address_of_the_master_listens(namespaces: Namespaces) -> None:
                                capture_output=True, text=True, check=True).stdout  # fmt: skip
         listening = {line.split()[1].split(":")[0] for line in shown.splitlines() if line.split()[3:4] == ["0A"]}
         assert listening == {"0100007F", "01004D0A"}  # 127.0.0.1, 10.77.0.1
-
-
-def test_loopback_means_all_interfaces_only_for_a_name_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kw: [(socket.AF_INET, 1, 6, "", ("127.0.1.1", 0))])
-    for name, expected in (("myself", "0.0.0.0"), ("localhost", "127.0.1.1"), ("127.0.1.1", "127.0.1.1")):
-        with address_module.listen_as_master(name, 0) as listener:
-            assert listener.getsockname()[0] == expected
 
 
 def test_each_machine_writes_a_profile_of_its_ranks(network: Network, tmp_path: Path) -> None:

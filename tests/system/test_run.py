@@ -16,9 +16,7 @@ from typing import Any
 
 import pytest
 
-from mlaunch.cli import main
-from mlaunch.cli import run_job as cli_run
-from tests import builds
+from tests import builds, launches
 from tests.imported import IMPORTED
 from tests.processes import alive, descendants
 from tests.system.commands import FRESH, MLAUNCH, environment, run, start, write
@@ -469,17 +467,14 @@ def test_a_fork_server_that_is_dead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Between its start and the launch."""
-    real = cli_run._on_devices
 
-    def kill(job: Any, server: Any, environ: Any) -> Any:
-        found = real(job, server, environ)
+    def kill(server: Any) -> None:
         os.kill(server.pid, signal.SIGKILL)
         while server.alive():
             os.sched_yield()
-        return found
 
-    monkeypatch.setattr(cli_run, "_on_devices", kill)
-    assert main(["run", str(tmp_path / write(tmp_path, ""))]) == 1
+    launches.once_devices_are_chosen(monkeypatch, kill)
+    assert launches.command("run", str(tmp_path / write(tmp_path, ""))) == 1
     said = capsys.readouterr().err
     words = r"mlaunch: the fork server \(pid \d+\) was killed by SIGKILL before it could start train\.py\n"
     assert re.fullmatch(words, said)
@@ -632,7 +627,7 @@ def test_a_wrong_command_line(
     write(tmp_path, " \n", "empty")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     with pytest.raises(SystemExit) as caught:
-        main(["run", *args])
+        launches.command("run", *args)
     assert (caught.value.code, capsys.readouterr().err) == (2, f"mlaunch run: {words}")
     message = json.loads((tmp_path / "error.json").read_text())["message"]
     assert (message["message"], message["errorCode"]) == (f"mlaunch run: {words.rstrip()}", 2)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mlaunch.protocol import registry
+from tests import launches
 from tests.processes import agents, children, descendants, wait_gone
 from tests.system.commands import MLAUNCH, environment, run, start, write
 from tests.system.network import free_port
@@ -294,7 +294,7 @@ def test_the_command_and_its_agent_are_killed(tmp_path: Path) -> None:
     os.kill(agent, signal.SIGKILL)
     process.communicate()
     wait_gone(family)
-    list(registry.connections(os.environ))  # who looks for launches removes the agent's socket, if it had one by then
+    launches.look_for_launches()  # which removes the agent's socket, if it had one by then
     assert kept_in(tmp_path) == []
     os.close(end)
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from mlaunch import launcher
+from tests import launches
 from tests.conftest import ROOT
 from tests.contract.preparing import LIMIT
 from tests.processes import children
@@ -290,13 +291,12 @@ def test_a_fork_server_that_cannot_import_torch_says_so(run_script, tmp_path) ->
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_two_hundred_calls_leave_nothing_more() -> None:
-    from mlaunch.caller.server.warm import warm_server
 
     train = launcher(lambda: None, 2)
 
     def state() -> tuple[int, int]:
         """Looks while the server has no child, and often: it closes the last descriptors just after its last word."""
-        server = warm_server.get(os.environ).pid
+        server = launches.server_pid()
         looks: list[int] = []
         until = time.monotonic() + LIMIT
         while len(looks) < 2000:

@@ -8,7 +8,6 @@ import os
 import pickle
 import socket
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,10 @@ import torch.distributed as dist
 
 from mlaunch import Client, Server, comm, launcher
 from mlaunch.engines import Command
-from mlaunch.protocol import this_rank
-from mlaunch.protocol.machines.first_process import MARK, Where
-from mlaunch.rendezvous import tcp_store
-from mlaunch.rendezvous.address import LOOPBACK
+from tests import launches
 from tests.another_user import greet, said_by_another_user
-from tests.system.test_wire import Wire
 from tests.system.wire_of_command import Evil
+from tests.unit.test_wire import Wire
 
 TEE = 'file=$1; shift; "$@" | tee "$file"'
 
@@ -62,7 +58,7 @@ def test_ranks_of_other_launchers_share_no_secret(tmp_path: Path) -> None:
     """So whoever writes to their store, or to gloo's connections, can seal an object as they do."""
 
     def train() -> str:
-        this_rank.this_rank = None  # as in a process that torchrun has started
+        launches.be_no_rank()  # as in a process that torchrun has started
         if dist.get_rank() == 0:
             comm.broadcast_object(Evil(str(tmp_path / "ran")))
             return ""
@@ -87,7 +83,7 @@ def test_another_user_reaches_gloos_ports() -> None:
         def connect() -> str:
             with socket.socket() as end:
                 end.settimeout(60)
-                end.connect((LOOPBACK, port))
+                end.connect(("127.0.0.1", port))
                 return "connected"
 
         found = said_by_another_user(connect), said_by_another_user(lambda: greet(int(os.environ["MASTER_PORT"])))
@@ -104,29 +100,28 @@ def test_a_server_answers_another_user_who_puts_an_old_value_back() -> None:
     with Server() as server:
         port = server.py_server_port
         assert said_by_another_user(lambda: greet(port)) == "served"
-        ours = Client(LOOPBACK, port)
-        stranger: Any = dist.PrefixStore("mlaunch/user", tcp_store.connect(LOOPBACK, port, timedelta(seconds=60)))
+        ours = Client("127.0.0.1", port)
+        stranger: Any = dist.PrefixStore("mlaunch/user", launches.connect_to_store(port))
         ours.user_set("key", "first")
         signed = stranger.get("value/key/1")
         ours.user_set("key", "second")
         stranger.set("value/key/1", signed)
         stranger.add("value/key/version", -1)
-        assert Client(LOOPBACK, port).user_get("key") == "first"
+        assert Client("127.0.0.1", port).user_get("key") == "first"
 
 
 def test_a_reader_of_what_a_command_starts_learns_its_secrets(tmp_path: Path) -> None:
     """They are printed, and passed on as the program passes it on."""
     together = ["sh", "-c", TEE, "sh", str(tmp_path / "read"), sys.executable, "-m", "tests.system.wire_of_command"]
     launcher(int, 1, engine=Command([*together, "nothing", str(tmp_path / "ran")]), machines=2, device_type="cpu")()
-    said = [line for line in (tmp_path / "read").read_bytes().splitlines() if line.startswith(MARK)]
-    secrets = {Where.of_line(line.removeprefix(MARK)).secret for line in said}
+    secrets = launches.secrets_in((tmp_path / "read").read_bytes())
     assert len(secrets) == 2
     assert "" not in secrets
 
 
 def test_a_reader_of_the_wire_reads_values() -> None:
     def set_value(port: int, secret: str) -> None:
-        Client(LOOPBACK, port, secret=secret).user_set("key", "a plain value")
+        Client("127.0.0.1", port, secret=secret).user_set("key", "a plain value")
 
     async def pass_value() -> bytes:
         with Server() as server:

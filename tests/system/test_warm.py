@@ -19,10 +19,9 @@ import pytest
 from mlaunch.base import linux
 from mlaunch.base.confinement import confinement, is_filtered
 from mlaunch.caller.server import zygote_upkeep
-from mlaunch.cli import main
-from mlaunch.protocol import import_facts, registry
+from mlaunch.protocol import import_facts
 from mlaunch.protocol.messages.zygote_messages import ZygoteState
-from tests import builds, warm_differences
+from tests import builds, launches, warm_differences
 from tests.conftest import ROOT
 from tests.imported import IMPORTED
 from tests.processes import alive, wait_gone, wait_until
@@ -93,7 +92,7 @@ def warm(*words: str, **changes: str) -> subprocess.CompletedProcess[str]:
 
 
 def kept() -> list[ZygoteState]:
-    return zygote_upkeep.states(os.environ)
+    return launches.kept_servers()
 
 
 @pytest.fixture
@@ -105,7 +104,7 @@ def zygote() -> Iterator[ZygoteState]:
     assert re.search(rf"a fork server \(pid {state.pid}\) that has imported torch is kept until 20 min", done.stdout)
     with contextlib.suppress(ProcessLookupError):
         yield state
-    zygote_upkeep.end_all(os.environ)
+    launches.end_kept_servers()
     assert not alive(state.pid)
 
 
@@ -131,7 +130,7 @@ def fresh_zygote() -> Iterator[None]:
     done = run(ROOT, "--for", "20m", command=[sys.executable, *WARM[1:]])
     assert done.returncode == 0, done.stderr
     yield
-    zygote_upkeep.end_all(os.environ)
+    launches.end_kept_servers()
 
 
 @pytest.mark.slow
@@ -231,11 +230,11 @@ def test_a_kept_server_that_does_not_answer_is_replaced(zygote: ZygoteState, tmp
     assert (done.stdout, done.returncode) == ("0 1\n", 0)
     assert not alive(zygote.pid)
     assert kept() == []
-    assert list(registry.home(os.environ).glob("*.warm")) == []
+    assert list(launches.runtime_directory().glob("*.warm")) == []
 
 
 def test_a_kept_server_ends_when_its_socket_is_removed(zygote: ZygoteState) -> None:
-    (path,) = registry.home(os.environ).glob("*.warm")
+    (path,) = launches.runtime_directory().glob("*.warm")
     path.unlink()
     wait_gone([zygote.pid])
 
@@ -265,7 +264,7 @@ def test_a_kept_server_ends_when_a_file_changes_that_it_has_imported(tmp_path: P
         assert told in done.stderr  # once: the next finds none
         wait_gone([state.pid])
     finally:
-        zygote_upkeep.end_all(os.environ)
+        launches.end_kept_servers()
 
 
 def test_two_that_start_become_one() -> None:
@@ -279,7 +278,7 @@ def test_two_that_start_become_one() -> None:
         (state,) = kept()
         assert {re.findall(r"pid (\d+)", out)[0] for out, _ in told} == {str(state.pid)}
     finally:
-        zygote_upkeep.end_all(os.environ)
+        launches.end_kept_servers()
 
 
 @pytest.mark.usefixtures("zygote")
@@ -317,7 +316,7 @@ def test_variables_of_the_shell_that_keeps_one(tmp_path: Path) -> None:
             assert f"PYTHONPATH={path}" in text
             assert not re.search("AWS_SECRET|MLAUNCH_TOKEN=|HF_HOME=", text)
     finally:
-        zygote_upkeep.end_all(os.environ)
+        launches.end_kept_servers()
 
 
 def test_a_server_is_left_where_that_is_wanted(tmp_path: Path) -> None:
@@ -327,7 +326,7 @@ def test_a_server_is_left_where_that_is_wanted(tmp_path: Path) -> None:
         assert run(tmp_path, write(tmp_path, SAY), MLAUNCH_WARM="20m").stdout == "0 1\n"
         assert [(state.served, state.idle) for state in kept()] == [(1, 1200.0)]
     finally:
-        zygote_upkeep.end_all(os.environ)
+        launches.end_kept_servers()
     done = run(tmp_path, write(tmp_path, SAY), MLAUNCH_WARM="soon")
     assert done.returncode == 2
     assert "mlaunch run: MLAUNCH_WARM=soon: allowed: a time with its unit, such as 90s, 30m, 8h or 2d" in done.stderr
@@ -353,12 +352,12 @@ def test_preloaded_modules(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
         script = write(tmp_path, "import sys; print(sorted({'cmd', 'mailbox'} & {*sys.modules}))")
         assert run(tmp_path, "--preload", "cmd,mailbox", script).stdout == "['cmd', 'mailbox']\n"
         assert [state.served for state in kept()] == [1]
-        assert main(["warm", "--status"]) == 0
+        assert launches.command("warm", "--status") == 0
         assert "with torch, fileinput, cmd" in capfd.readouterr().out
-        assert main(["ps"]) == 0
+        assert launches.command("ps") == 0
         assert "a fork server (pid" in capfd.readouterr().out
-        assert main(["warm", "--stop"]) == 0
+        assert launches.command("warm", "--stop") == 0
     finally:
-        zygote_upkeep.end_all(os.environ)
-    assert main(["warm", "--stop"]) == 0
+        launches.end_kept_servers()
+    assert launches.command("warm", "--stop") == 0
     assert capfd.readouterr().out.endswith("no fork server is kept here\n")

@@ -18,8 +18,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from mlaunch.protocol.machines.first_process import MARK
-from mlaunch.protocol.messages import member_messages
+from tests import launches
 
 _READ = 1 << 16
 
@@ -59,7 +58,7 @@ class Wire:
                 if self._greeted.is_set() and side in self._attack:
                     change = self._add if "adds" in self._attack else self._turn
                 sink.sendall(change(data))
-                if side == "member" and member_messages.MARK in data:
+                if side == "member" and launches.marks()[1] in data:
                     self._greeted.set()
             sink.shutdown(socket.SHUT_WR)
 
@@ -79,13 +78,14 @@ def main(attack: str, path: str, *command: str) -> None:
     first = start([*command], 0)
     second = start([*command], 1, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
     assert second.stdout is not None
+    mark, _ = launches.marks()
     for line in second.stdout:
-        if line.startswith(MARK):
-            said = json.loads(line[len(MARK) :])
+        if line.startswith(mark):
+            said = json.loads(line[len(mark) :])
             wire = Wire(attack, path, said["port"])
             threading.Thread(target=wire.carry, daemon=True).start()
             said.update(addresses=["127.0.0.1"], port=wire.listener.getsockname()[1])
-            os.write(1, b"\n" + MARK + json.dumps(said).encode() + b"\n")
+            os.write(1, b"\n" + mark + json.dumps(said).encode() + b"\n")
             break
     os.close(1)
     first.wait()

@@ -15,7 +15,7 @@ from benchmarks.operations import clients, of_joining
 from mlaunch.base.text import name_some_ranks
 from mlaunch.rendezvous.gate import store_service
 from mlaunch.rendezvous.gate.store_keys import StoreKeys
-from tests.stores import store_of_a_launch, store_of_torch
+from tests.unit.stores import store_of_a_launch, store_of_torch
 
 
 @pytest.fixture(scope="module", params=[store_of_torch, store_of_a_launch])

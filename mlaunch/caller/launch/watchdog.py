@@ -21,8 +21,19 @@ from mlaunch.protocol import error_file, registry, temporary
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.protocol.stack_dump import STACKS_TIMEOUT
 
-_REACTION_TIMEOUT = 5.0  # seconds beyond what an agent may take: on a busy machine one that is not stopped is slow
-_STEP_DELAY = 2.0  # seconds between steps
+
+@dataclass
+class WatchdogTimes:
+    """In seconds. ``reaction``: beyond what an agent may take: on a busy machine one that is not stopped is slow.
+
+    ``step``: between steps.
+    """
+
+    reaction: float = 5.0
+    step: float = 2.0
+
+
+times = WatchdogTimes()
 
 
 class Backing(Protocol):
@@ -75,7 +86,7 @@ class Limits:
     def begin_cancel(self, *, force: bool) -> None:
         """Begins to count: the agent was asked to end the launch. To ask again only shortens what was begun."""
         self._forget_own_deadline()
-        self._bring_forward(_STEP_DELAY if force else self._reaction())
+        self._bring_forward(times.step if force else self._reaction())
 
     def hold(self, held: bool) -> None:
         """Ceases to count towards the deadline, or counts on."""
@@ -88,7 +99,7 @@ class Limits:
     def agent_ended(self) -> None:
         """The fork server has nothing left to do but to say so."""
         self._forget_own_deadline()
-        self._bring_forward(2 * _REACTION_TIMEOUT)  # it also ends what the launch left
+        self._bring_forward(2 * times.reaction)  # it also ends what the launch left
 
     def _forget_own_deadline(self) -> None:
         if self.tell_late is not None:
@@ -106,7 +117,7 @@ class Limits:
             self.tell_late()
             self.begin_cancel(force=False)
             return Killed.NONE
-        self._due = time.monotonic() + _STEP_DELAY
+        self._due = time.monotonic() + times.step
         self._last = self._next()
         if self._last is Killed.AGENT and self.agent is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -130,7 +141,7 @@ class Limits:
             self.agent.close()
 
     def _reaction(self) -> float:
-        return STACKS_TIMEOUT + self.grace_period + _REACTION_TIMEOUT
+        return STACKS_TIMEOUT + self.grace_period + times.reaction
 
 
 def remove_names(spec: LaunchSpec, agreed: LaunchSpec) -> None:

@@ -25,7 +25,7 @@ from mlaunch.rendezvous.gate.store_connection import StoreConnection
 from mlaunch.rendezvous.gate.store_keys import StoreKeys
 from mlaunch.rendezvous.gate.torch_protocol import Asked, Requests
 from mlaunch.rendezvous.tcp_store import connect
-from tests.stores import store_of_a_launch, store_of_one_machine, store_of_torch
+from tests.unit.stores import store_of_a_launch, store_of_one_machine, store_of_torch
 
 SHORT = timedelta(milliseconds=50)
 

@@ -1,0 +1,140 @@
+"""The caller's side of a call on several machines: who answers for one, and what is heard of one that is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from mlaunch.base import linux
+from mlaunch.base.exceptions import RankFailure
+from mlaunch.cli import engine_names
+from mlaunch.cli.ps_and_stacks import ask
+from mlaunch.engines import Ends
+from mlaunch.engines.launch.agents_of_machines import MergedAgent
+from mlaunch.engines.launch.machine import Machine
+from mlaunch.engines.launch.patience import Patience
+from mlaunch.engines.launch.visitors_of_machines import Lookout
+from mlaunch.member.looks import Looks
+from mlaunch.protocol import registry
+from mlaunch.protocol.machines.frame_stream import FrameStream
+from mlaunch.protocol.messages.launch_messages import Cancel, RanksStarting
+from mlaunch.protocol.messages.member_messages import FromAgent, Look, MachineDone, Seen, ServerEnded
+from mlaunch.protocol.visitors import STATUS
+from tests.contract.test_engine_calls import LIMIT
+
+
+def test_a_machine_that_does_not_say_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlaunch.engines.launch.visitors_of_machines._PATIENCE", 0.0)
+    ours, theirs = socket.socketpair()
+    machine = Machine(0, Ends(os.dup(ours.fileno()), ours.detach()))
+    machine.host, machine.prepared = "m0", cast(Any, SimpleNamespace(local_world_size=1))
+    spec = cast(
+        Any,
+        SimpleNamespace(
+            launch_id="f" * 12, name="f()", world_size=1, restart_count=0, context=SimpleNamespace(argv=[], source="")
+        ),
+    )
+    lookout = Lookout(spec, [machine])
+    lookout.open()
+    with ThreadPoolExecutor(1) as pool, contextlib.closing(lookout), contextlib.closing(machine), theirs:
+        answer = pool.submit(ask, STATUS, spec.launch_id)
+        while not answer.done():
+            lookout.serve(linux.wait_readable(lookout.fds(), 0.1), [machine])
+        (launch,) = answer.result()
+    assert launch["ranks"][0]["state"] == "its machine has not said what it does"
+    assert ask(STATUS, spec.launch_id) == []
+
+
+def test_the_host_is_named_from_which_nothing_more_came() -> None:
+    """Others say that a machine is lost, without its name, and it says nothing itself, not even by its end."""
+    spec = cast(Any, SimpleNamespace(launch_id="e" * 12, name="f()", context=SimpleNamespace(argv=[], source="")))
+    pairs = [socket.socketpair() for _ in range(2)]
+    machines = [Machine(number, Ends(os.dup(ours.fileno()), ours.detach())) for number, (ours, _) in enumerate(pairs)]
+    members = [FrameStream(os.dup(theirs.fileno()), theirs.detach()) for _, theirs in pairs]
+    for machine in machines:
+        machine.host, machine.prepared = f"m{machine.number}", cast(Any, SimpleNamespace(local_world_size=1))
+        machine.rank_start = machine.number
+    said = RankFailure(None, 0, "was lost: no heartbeat came for 2 s", subject="a machine")
+    members[0].send(FromAgent(said))
+    members[0].send(MachineDone())
+    merged = MergedAgent(
+        machines, 2, lambda _: pytest.fail("m1 has not ended"), Patience(0.1, None), Lookout(spec, machines)
+    )
+    merged.start()
+    linux.wait_readable([merged.channel.fileno()], LIMIT)
+    told, _ = merged.channel.receive()
+    assert (told.host, told.what, told.hints) == ("m0", said.what, ("nothing more came from host m1",))
+    assert merged.join(LIMIT)
+    for one in (merged.channel, *members, *machines):
+        one.close()
+
+
+def test_others_that_join_are_told_to_leave_when_a_machines_fork_server_has_ended() -> None:
+    """They would wait for that machine until join_timeout."""
+    spec = cast(Any, SimpleNamespace(launch_id="e" * 12, name="f()", context=SimpleNamespace(argv=[], source="")))
+    pairs = [socket.socketpair() for _ in range(2)]
+    machines = [Machine(number, Ends(os.dup(ours.fileno()), ours.detach())) for number, (ours, _) in enumerate(pairs)]
+    members = [FrameStream(os.dup(theirs.fileno()), theirs.detach()) for _, theirs in pairs]
+    for machine in machines:
+        machine.host, machine.prepared = f"m{machine.number}", cast(Any, SimpleNamespace(local_world_size=1))
+        machine.rank_start = machine.number
+    merged = MergedAgent(
+        machines, 2, lambda _: pytest.fail("none has ended"), Patience(LIMIT, None), Lookout(spec, machines)
+    )
+    merged.start()
+    members[0].send(ServerEnded("was killed by SIGKILL"))
+    linux.wait_readable([members[1].fileno()], LIMIT)
+    assert [type(record) for record, _ in members[1].receive()] == [Cancel]
+    for member_of in members:
+        member_of.send(MachineDone())
+    assert merged.join(LIMIT)
+    told, _ = merged.channel.receive()
+    assert (told.host, told.subject, told.what) == ("m0", "the fork server", "was killed by SIGKILL")
+    for one in (merged.channel, *members, *machines):
+        one.close()
+
+
+def test_an_agent_that_is_killed_before_it_answers(tmp_path: Path) -> None:
+    """A member goes on, and says that nothing is known; so it does of one whose visitors queue, as it is stopped."""
+    ours, theirs = socket.socketpair()
+    stream, caller = (
+        FrameStream(os.dup(ours.fileno()), ours.detach()),
+        FrameStream(os.dup(theirs.fileno()), theirs.detach()),
+    )
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    looks = Looks(stream, environ)
+    looks.learn(RanksStarting(0.0, "killed", 0, 1))
+    with registry.listen(environ, "killed") as agent:
+        looks.ask(Look(1, STATUS))
+        visitor, _ = agent.accept()
+        visitor.close()  # with the question in it, so that its other end is reset
+        looks.serve(linux.wait_readable(looks.fds(), LIMIT))
+        queue = list(iter(lambda: registry.connect(environ, "killed"), None))
+        looks.ask(Look(2, STATUS))
+    linux.wait_readable([caller.fileno()], LIMIT)
+    assert caller.receive() == [(Seen(1), -1), (Seen(2), -1)]
+    for one in (looks, stream, caller, *queue):
+        one.close()
+
+
+NAMES = [
+    ("slurm:partition=gpu,exclusive,gpus-per-node=8", "Slurm(--partition=gpu --exclusive --gpus-per-node=8)"),
+    ("ssh:a,b:4", "Hosts(['a', 'b'])"),
+    ("slurm:nodelist='n1,n2',time=1:00:00", "Slurm(--nodelist=n1,n2 --time=1:00:00)"),
+    ("slurm:nodelist=n[1,3-5],exclusive", "Slurm(--nodelist=n[1,3-5] --exclusive)"),
+    ("ssh:me@a:2,[::1]:2,::1,ssh://me@b:2222*4", "Hosts(['me@a', '::1', '::1', 'ssh://me@b:2222'])"),
+    ("ray:GPU=4", "Ray({'GPU': 4.0})"),
+    ("command:mpirun -N 1", "Command('mpirun -N 1')"),
+]
+
+
+@pytest.mark.parametrize(("text", "shown"), NAMES)
+def test_engines_by_name(text: str, shown: str) -> None:
+    assert repr(engine_names.engine_named(text)) == shown

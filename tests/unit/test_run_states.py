@@ -1,0 +1,16 @@
+"""A submitted run between its turn and its start."""
+
+from __future__ import annotations
+
+from mlaunch.caller.many.loop import loop
+from mlaunch.caller.many.run_future import Run, RunCourse
+
+
+def test_a_run_whose_turn_has_come_is_starting() -> None:
+    course = RunCourse(loop)
+    run = Run("train()", {}, course)
+    assert run.state == "waiting"
+    course.starting = True
+    assert run.state == "starting"
+    assert repr(run) == "<Run of train(): starting>"
+    assert not run.running()

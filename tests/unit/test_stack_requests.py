@@ -1,0 +1,34 @@
+"""Which ranks are asked for their stacks by a signal."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from mlaunch.agent.supervision.stack_requests import request
+from mlaunch.protocol import stack_dump
+from mlaunch.protocol.messages.launch_messages import Phase
+from tests.contract import crashes
+
+
+@pytest.mark.parametrize(("number", "asked"), [(signal.SIGSTOP, False), (signal.SIGCONT, True)])
+def test_a_stopped_rank_is_not_asked_for_its_stacks(number: int, asked: bool) -> None:
+    """It could not answer, and would cost the others the time that is waited for all together."""
+    child = os.fork()
+    if child == 0:
+        import faulthandler
+
+        faulthandler.register(stack_dump.STACK_SIGNAL, file=os.open(os.devnull, os.O_WRONLY))
+        os.kill(os.getpid(), signal.SIGSTOP)
+        crashes.hang()
+    try:
+        os.waitid(os.P_PID, child, os.WSTOPPED)
+        os.kill(child, number)
+        if asked:
+            os.waitid(os.P_PID, child, os.WCONTINUED)
+        assert request(child, Phase.RUNNING, stack_dump.STACK_SIGNAL) is asked
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
