@@ -105,6 +105,14 @@ def listen() -> socket.socket:
     return socket.create_server(("127.0.0.1", 0))
 
 
+def soon(so: Callable[[], bool], seconds: float = 30.0) -> bool:
+    """True once it is so; False if it is not in that time, for a test to say what is there instead."""
+    end = time.monotonic() + seconds
+    while not (found := so()) and time.monotonic() < end:
+        signal.sigtimedwait([], 0.01)
+    return found
+
+
 def wait_until(so: Callable[[], bool]) -> None:
     end = time.monotonic() + 120.0
     while not so():

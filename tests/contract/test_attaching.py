@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from mlaunch import LaunchError, Ranks, launcher
 from tests import launches
+from tests.processes import soon, wait_until
 from tests.system import commands
 from tests.terminal import Terminal
 
@@ -158,6 +159,45 @@ def test_ways_out(
     assert as_before
     told = capfd.readouterr().err
     assert told.count(VISITOR) == 2, told
+
+
+def hooks() -> tuple[object, ...]:
+    return sys.breakpointhook, pdb.set_trace, sys.gettrace()
+
+
+def go_on(folder: Path) -> str:
+    """Runs until there is a file; says by others, if its visitor wants that, that it has left the prompt, and how."""
+    before, left = hooks(), None
+    while not (folder / "go").exists():
+        if left is not None:
+            (folder / left).touch()
+        if hooks() == before:
+            (folder / "as before").touch()
+    try:
+        breakpoint()
+    except RuntimeError as error:
+        return str(error)
+    return "a prompt"
+
+
+def test_a_visitor_who_is_killed_after_c_leaves_all_as_before(
+    tmp_path: Path, terminals: Callable[..., Terminal]
+) -> None:
+    """Also what traces, for a breakpoint of his, a rank that is at no prompt."""
+    future = submit(launcher(go_on, 1, device_type="cpu"), tmp_path)
+    terminal = terminals("0")
+    prompt(terminal, 0)
+    terminal.type("b hooks, False")
+    prompt(terminal, 0)
+    terminal.type("left = 'left'")
+    prompt(terminal, 0)
+    terminal.type("c")
+    wait_until((tmp_path / "left").exists)
+    (tmp_path / "as before").unlink()
+    terminal.process.kill()
+    assert soon((tmp_path / "as before").exists)
+    (tmp_path / "go").touch()
+    assert "has no terminal" in future.result()[0]
 
 
 def test_q_ends_the_launch(tmp_path: Path, terminals: Callable[..., Terminal]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from mlaunch import Ranks
+from mlaunch import Ranks, launcher
 from tests import launches
 from tests.contract.functions import caught
 from tests.contract.test_in_step import STAYED, intact, lost, notes, spin
@@ -114,3 +114,13 @@ def test_random_moments_of_imports() -> None:
     told = storm(20)
     assert told.broken == []
     assert told.inside >= 5, told  # else it shows nothing
+
+
+def ignore_it() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def test_a_handler_of_an_earlier_call_keeps_no_rank_from_being_called_back(ranks: Ranks) -> None:
+    ranks.run(ignore_it)
+    with intact(ranks):
+        assert STAYED in notes(caught(launcher(spin, deadline=0.2).options(ranks=ranks)))

@@ -22,6 +22,7 @@ import torch
 from mlaunch import LaunchError, Ranks, launcher
 from tests import launches
 from tests.conftest import ROOT
+from tests.processes import soon
 from tests.users import users_environ
 
 
@@ -129,6 +130,53 @@ def test_a_daemon_threads_launch_ends_with_the_interpreter(run_script: Any) -> N
         "os.read(reader, 1)\n"
     )
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+PREPARED = """
+import os, signal, threading
+from mlaunch import launcher
+from mlaunch.caller.running_launches import ask
+from mlaunch.protocol.visitors import STATUS
+
+reader, writer = os.pipe()
+caller = os.getpid()
+
+def parent(pid):
+    with open(f"/proc/{pid}/stat") as file:
+        return int(file.read().rpartition(")")[2].split()[1])
+
+def train(stays):
+    server = parent(os.getppid())
+    def end(*_):
+        with open("end", "w") as file:
+            file.write(f"fork server is there: {parent(os.getppid()) == server}")
+        os._exit(0)
+    if stays:
+        signal.signal(signal.SIGTERM, end)
+        os.write(os.open(f"/proc/{caller}/fd/{writer}", os.O_WRONLY), b"%8d" % os.getpid())
+        signal.pause()
+
+def states():
+    return [(rank["state"], rank["pid"]) for launch in ask(STATUS) for rank in launch["ranks"]]
+
+call = launcher(train, 1, grace_period=1000)
+call(False)
+while [state for state, _ in states()] != ["waiting for a call"]:
+    os.sched_yield()
+pid = states()[0][1]
+threading.Thread(target=call, args=(True,), daemon=True).start()
+print(int(os.read(reader, 8)) == pid)
+"""
+
+
+def test_a_daemon_threads_call_on_what_was_prepared_is_cancelled_as_the_interpreter_ends(
+    run_script: Any, tmp_path: Path
+) -> None:
+    """By a word to its agent: the fork server need not be killed, which would wait for that agent in vain."""
+    done = run_script(PREPARED, fresh=True)
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+    assert soon((tmp_path / "end").exists)
+    assert (tmp_path / "end").read_text() == "fork server is there: True"
 
 
 def test_a_caller_without_torch_stays_without(run_script: Any) -> None:

@@ -134,6 +134,7 @@ def test_names_go_to_and_fro(ranks: Ranks) -> None:
     ranks.cell(f"{RANK}\nclass Point:\n    x = lr + rank + targets()\npoint = Point()\nif rank: apart = 1")
     assert [point.x for point in ranks.pull("point")] == [7, 8]  # by value: this process has no such class
     assert ranks.pull("apart", targets=[1]) == [1]
+    assert ranks.run(lambda: hasattr(sys.modules["__main__"], "point")) == [False, False]  # it is the cells' alone
     with pytest.raises(NameError, match=r"'apart' is not on rank 0, but on rank 1; pull it from there"):
         ranks.pull("apart")
     with pytest.raises(NameError, match=r"'nothing' is not on ranks 0-1; cells have not set it"):

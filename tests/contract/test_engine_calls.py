@@ -531,6 +531,21 @@ def test_the_wait_for_machines_is_told(capfd: pytest.CaptureFixture[str]) -> Non
     assert builds.without_gloo(capfd.readouterr().err) == ""
 
 
+TASK = {"SLURM_PROCID": "3", "SLURM_STEP_ID": "4", "PMIX_RANK": "1", "OMPI_COMM_WORLD_RANK": "2", "PMI_SIZE": "5"}
+
+
+@pytest.mark.slow
+def test_ranks_do_not_take_themselves_for_the_task_that_has_started_their_member() -> None:
+    """What says whose job it is stays."""
+    words = " ".join(f"{name}={value}" for name, value in {**TASK, "SLURM_JOB_ID": "77"}.items())
+    engine = Hosts(["a"], ssh=["sh", "-c", f'{words} exec sh -c "$2"', "sh"])
+
+    def seen() -> list[str]:
+        return sorted({*TASK, "SLURM_JOB_ID"} & os.environ.keys())
+
+    assert launcher(seen, 1, engine=engine, device_type="cpu")() == [["SLURM_JOB_ID"]]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ssh", "words"),

@@ -23,7 +23,7 @@ from mlaunch import LaunchError, Ranks, launcher
 from tests import launches
 from tests.conftest import OURS
 from tests.contract import crashes, functions
-from tests.processes import wait_gone
+from tests.processes import alive, wait_gone
 
 pytestmark = pytest.mark.usefixtures("as_users_have_it", "the_next_call_works")
 METHODS = ("forkserver", "fork", "spawn")
@@ -565,6 +565,18 @@ def test_death_of_the_agent() -> None:
     with pytest.raises(LaunchError, match=r"train\(\) was ended: the agent was killed by SIGKILL"):
         launcher(kill_when_told(os.getppid), 2)()
     assert functions.launched(1) == [10, 11]
+
+
+def leave_a_daemon_and_kill_the_agent(path: Path) -> None:
+    path.write_text(str(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid))
+    os.kill(os.getppid(), signal.SIGKILL)
+    signal.pause()
+
+
+def test_nothing_that_a_killed_agents_rank_has_started_is_left_when_that_is_told(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="the agent was killed by SIGKILL"):
+        launcher(leave_a_daemon_and_kill_the_agent, 1)(tmp_path / "pid")
+    assert not alive(int((tmp_path / "pid").read_text()))
 
 
 def test_death_of_the_fork_server() -> None:

@@ -21,8 +21,9 @@ from tests import builds, launches
 from tests.contract.functions import total
 from tests.contract.preparing import LIMIT, pids_of, prepared, preparing
 from tests.contract.test_lease_calls import held
+from tests.contract.test_process_names import shown
 from tests.contract.test_submit import hold, holding
-from tests.processes import children, status_of, wait_gone
+from tests.processes import alive, children, soon, status_of, wait_gone
 
 
 @pytest.fixture(autouse=True)
@@ -318,6 +319,30 @@ def test_a_trial_takes_what_was_prepared_while_another_ran_and_all_its_processes
     for run in runs:
         assert run.report is not None
         assert run.report.ranks[0].seconds("wait") < run.report.seconds  # type: ignore[operator]
+
+
+@pytest.mark.slow
+def test_a_resting_agent_holds_nothing_of_a_call_that_was_prepared(tmp_path: Path) -> None:
+    """A stopped fork server cannot end it, so it rests: without devices, streams and directory of the call."""
+    launcher(int, 2)()
+    launch = prepared()
+    run = launcher(hold, n_gpus=2, concurrent=1).submit(tmp_path, "it")
+    pids = holding(tmp_path, "it")
+    assert sorted(pids) == sorted(pids_of(launch))
+    agent = launch["agent"]
+    assert (len(held(agent)), shown(agent)[0]) == (1, "mlaunch: agent of hold() ")
+    server = launches.server_pid()
+    os.kill(server, signal.SIGSTOP)
+    try:
+        for pid in pids:
+            (tmp_path / f"it-{pid}").unlink()
+        assert run.result(LIMIT) == ["it", "it"]
+        assert soon(lambda: held(agent) == [])
+        assert soon(lambda: os.readlink(f"/proc/{agent}/cwd") == "/")
+        assert [os.readlink(f"/proc/{agent}/fd/{number}") for number in (1, 2)] == [os.devnull] * 2
+        assert alive(agent)
+    finally:
+        os.kill(server, signal.SIGCONT)
 
 
 UNLUCKY = """

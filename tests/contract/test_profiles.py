@@ -132,7 +132,7 @@ def test_a_rank_that_is_killed_as_it_records(tmp_path: Path) -> None:
         pytest.raises(LaunchError),
         pytest.warns(RuntimeWarning, match=r"lacks rank 1, which had begun to record, and ended or failed before"),
     ):
-        launcher(die, 2, profile=tmp_path / "trace.json", profile_steps=(2, 9), grace_period=60)()
+        launcher(die, 2, profile=tmp_path / "trace.json", profile_steps=(0, 9), grace_period=60)()
 
 
 @pytest.mark.slow  # torch's profiler imports for seconds

@@ -233,6 +233,27 @@ def test_cancel_of_one_that_runs_and_of_one_that_waits(tmp_path: Path) -> None:
     assert third.result(120) == ["third", "third"]
 
 
+def begin_and_end(log: Path) -> None:
+    """Note both, with a moment in between in which others could begin."""
+    with log.open("a") as file:
+        file.write("begun ")
+    os.sched_yield()
+    with log.open("a") as file:
+        file.write("ended ")
+
+
+def test_submitted_calls_of_one_place_take_turns(tmp_path: Path) -> None:
+    """The next in line begins as soon as its place is free, and no two are there at the same time."""
+    runs = [launcher(begin_and_end, 1, concurrent=1).submit(tmp_path / "log") for _ in range(3)]
+    try:
+        assert [run.result(30) for run in runs] == [[None]] * 3
+    finally:
+        for run in runs:
+            run.cancel()
+    assert (tmp_path / "log").read_text() == "begun ended " * 3
+    assert launches.leases() == ([], [])
+
+
 def count(folder: Path) -> tuple[int, str]:
     """Counts steps until it is to stop."""
     (folder / str(dist.get_rank())).touch()

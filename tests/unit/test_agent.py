@@ -36,11 +36,13 @@ from mlaunch.agent.supervision.system import System
 from mlaunch.base import linux
 from mlaunch.base.fds import OwnedFds
 from mlaunch.base.linux import wait_readable
+from mlaunch.forkserver.children import Child
 from mlaunch.protocol import error_file, payload, registry, stack_dump
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import FD_LIMIT, TEXT_LIMIT, Channel
 from mlaunch.protocol.messages import launch_messages
 from mlaunch.protocol.messages.control_messages import Told
+from mlaunch.protocol.messages.debug_messages import HoldDeadline
 from mlaunch.protocol.messages.kept_messages import CallOver, EndCall, EndRanks, NextCall
 from mlaunch.protocol.messages.launch_messages import CAUSE_DELAY, AnswerKind, Cancel, Phase
 from mlaunch.protocol.messages.machine_messages import Refused
@@ -770,6 +772,29 @@ def test_the_deadline_stops_all() -> None:
     assert world.signals == [(0, "SIGTERM", 160.0), (2, "SIGTERM", 160.0)]
 
 
+def test_no_deadline_passes_while_a_visitor_debugs() -> None:
+    """What he has spent is not the call's."""
+    world = World(deadline=60.0, size=1)
+    visit = SimpleNamespace(
+        hold=None, due=None, stopped_by=None, fds=list, serve=lambda *_: None, take_request=lambda: None
+    )
+    world.supervisor._inspection = cast("Inspection", visit)
+
+    def pass_time(seconds: float, *, held: bool) -> None:
+        world.now, visit.hold = world.now + seconds, HoldDeadline(held)
+        world.ours.send(HoldDeadline(held))  # by which it wakes
+
+    visit.obey = lambda record, *_: isinstance(record, HoldDeadline)
+    told = world.run(
+        lambda: pass_time(50.0, held=True),
+        lambda: pass_time(1000.0, held=False),
+        lambda: world.answer(0),
+        lambda: world.end(0),
+    )
+    assert not [record for record in told if isinstance(record, launch_messages.DeadlinePassed)]
+    assert world.signals == []
+
+
 def test_no_deadline_passes_once_the_ranks_are_being_stopped() -> None:
     world = World(deadline=2.0, deaf={0})
     told = world.run(lambda: world.answer(1, AnswerKind.ERROR), lambda: world.end(1, 1))
@@ -947,6 +972,28 @@ def test_the_end_of_a_call_that_is_over_ends_no_other() -> None:
     assert not [record for record in told[: told.index(second)] if isinstance(record, launch_messages.RankStacks)]
 
 
+def test_what_a_rank_has_answered_is_told_before_the_end_of_another() -> None:
+    """It is kept back where nothing has failed, and would be lost with the ranks."""
+    world = World(kind=KeptSupervisor)
+    told = world.run(lambda: begin(world, 5), lambda: world.answer(0), lambda: world.end(1, 3))
+    kinds = [type(record) for record in told]
+    assert kinds.index(launch_messages.RankAnswered) < kinds.index(launch_messages.RankGone)
+
+
+def test_the_end_of_a_call_is_that_of_the_request_to_stop_it() -> None:
+    """Whose time would else be over in a call that nobody has asked to stop."""
+    world, cleared, seen = World(size=1, kind=KeptSupervisor), list[int](), list[int]()
+    world.supervisor._stop.clear = lambda: cleared.append(world.supervisor._call.number)  # type: ignore[method-assign]
+    answer = functools.partial(world.answer, 0)
+
+    def begin_the_next() -> None:
+        seen.extend(cleared)
+        begin(world, 6)
+
+    world.run(lambda: begin(world, 5), answer, begin_the_next, answer, lambda: end_ranks(world))
+    assert seen[-1] == 5
+
+
 def test_a_deadline_that_the_launcher_has_kept() -> None:
     """It is as if the agent had; of a call that is over nothing but this is said."""
     world = World(kind=KeptSupervisor)
@@ -1056,6 +1103,14 @@ def test_the_directory_of_a_killed_agent_is_removed_whether_it_is_there_or_not(t
     error_file.remove_directory(spec)
     assert not any(tmp_path.iterdir())
     error_file.remove_directory(spec)
+    for _ in range(2):
+        (tmp_path / "its").mkdir(exist_ok=True)
+        if (pid := os.fork()) == 0:
+            os._exit(3)
+        child = Child(pid, os.pidfd_open(pid), None, directory=str(tmp_path / "its"))
+        assert os.waitstatus_to_exitcode(child.reap()) == 3
+        os.close(child.pidfd)
+        assert not any(tmp_path.iterdir())
 
 
 def test_a_record_goes_where_its_launcher_wants_it_though_nothing_is_there_yet(tmp_path: Path) -> None:

@@ -30,9 +30,11 @@ from mlaunch.protocol.messages.stop_messages import (
     StopRanks,
     ThawRanks,
 )
+from mlaunch.rank import stop_point
 from mlaunch.rank.stop_point import StopPoint, stopping
 from mlaunch.rendezvous.gate.gate_stop import GateStop
 from mlaunch.rendezvous.link import stop_words
+from tests.processes import said_in_fork
 
 
 @dataclass
@@ -138,7 +140,7 @@ def test_threads_in_place_of_ranks_stop_at_the_same_look(in_step: bool) -> None:
                 steps += 1
             ended.append(steps)  # noqa: B023 - the threads end before the next list
 
-        threads = [threading.Thread(target=work, args=(point,)) for point in points]
+        threads = [threading.Thread(target=work, args=(point,), daemon=True) for point in points]
         for thread in threads:
             thread.start()
         while points[0].looks(call) < chance.randrange(50):
@@ -147,7 +149,7 @@ def test_threads_in_place_of_ranks_stop_at_the_same_look(in_step: bool) -> None:
         for point in points:
             point.stop_at(call, max(counts) + 1, "TERM")
         for thread in threads:
-            thread.join(60)
+            thread.join(30)
         assert ended == [max(counts) + 1] * 2
 
 
@@ -342,3 +344,9 @@ def test_orders_of_the_gate() -> None:
     for look in ("8", True, -5, 10**4000, 1e300, 8.0, None):
         assert stop_words.order_of({"stop_at": look, "reason": "TERM"}) is None
     assert stop_words.order_of({"beat": 1}) is None
+
+
+@pytest.mark.ranks(1)
+def test_a_fork_of_a_rank_has_nothing_to_stop_at() -> None:
+    assert stop_point.point is not None
+    assert said_in_fork(lambda: f"{stopping()!r} {stop_point.point}") == "'' None"

@@ -7,11 +7,13 @@ import re
 import sys
 from concurrent.futures import Future
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import mlaunch
 from mlaunch import LaunchError, launcher
+from mlaunch.caller.launch.settle import settle
 from mlaunch.caller.report import notebook, user_frames
 from tests.conftest import OURS
 
@@ -119,3 +121,7 @@ def test_an_error_is_hidden_in_ipython_alone_and_travels(monkeypatch: pytest.Mon
     assert not vars(user_frames.hide_ours(ValueError()))
     monkeypatch.setattr(IPython, "get_ipython", SimpleNamespace)
     assert type(pickle.loads(pickle.dumps(user_frames.hide_ours(ValueError())))) is ValueError
+    outcome: Any = SimpleNamespace(
+        failed=True, interrupt=ValueError(), values={}, spec=SimpleNamespace(local_world_size=1)
+    )
+    assert hasattr(settle(outcome, lambda: pytest.fail("nobody has asked")).error, "_render_traceback_")

@@ -23,6 +23,19 @@ from mlaunch.protocol.messages.attached import BoardFds, DirectFds, LaunchFds, S
 from mlaunch.protocol.messages.control_messages import About
 
 
+@pytest.fixture(autouse=True)
+def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What does not come is an error at once (EAGAIN), and holds up no test."""
+    adopt = Channel.adopt.__func__  # type: ignore[attr-defined]
+
+    def adopted(kind: type[Channel], fd: int) -> Channel:
+        os.set_blocking(fd, False)
+        channel: Channel = adopt(kind, fd)
+        return channel
+
+    monkeypatch.setattr(Channel, "adopt", classmethod(adopted))
+
+
 def test_records_before_the_end_are_heard() -> None:
     """Also where the other end went without reading what we had said to it."""
     ours, theirs = Channel.pair()
@@ -50,7 +63,7 @@ def test_a_record_at_the_bound_passes_and_a_larger_one_is_refused_where_it_comes
 
 def test_a_record_that_was_cut_is_an_error_and_leaks_no_descriptor() -> None:
     ours, theirs = Channel.pair()
-    reader, writer = os.pipe()
+    reader, writer = os.pipe2(os.O_NONBLOCK)
     socket.send_fds(theirs._socket, [b"x" * (RECORD_LIMIT + 1)], [writer])
     os.close(writer)
     with pytest.raises(OSError, match="was cut") as caught:
@@ -90,7 +103,7 @@ def test_a_number_that_was_closed_is_not_read(use: Callable[[Channel], object], 
 
 def test_a_number_that_was_taken_is_not_written_to() -> None:
     ours, theirs = Channel.pair()
-    reader, writer = os.pipe()
+    reader, writer = os.pipe2(os.O_NONBLOCK)
     os.dup2(writer, ours.fileno())
     number = ours.fileno()
     ours.try_send("record")

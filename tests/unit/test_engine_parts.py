@@ -386,6 +386,7 @@ def test_a_member_that_is_stopped_goes_on_once_its_caller_is_gone() -> None:
         while MARK not in member.stdout.readline():
             pass
         [waker] = children(member.pid)
+        member.send_signal(signal.SIGUSR1)  # as of a scheduler, which sends it to all that it has started
         member.send_signal(signal.SIGSTOP)
         wait_until(lambda: linux.is_stopped(member.pid))
         member.stdin.close()

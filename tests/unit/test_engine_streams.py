@@ -9,6 +9,7 @@ import random
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,8 +28,8 @@ from mlaunch.protocol.machines.content import Content
 from mlaunch.protocol.machines.frame_codes import ForgedError, FrameCodes, NoiseError
 from mlaunch.protocol.machines.frame_stream import FrameStream
 from mlaunch.protocol.machines.mux import Mux
-from mlaunch.protocol.messages.launch_messages import Phase, RanksStarting, RankStarted
-from mlaunch.protocol.messages.member_messages import Lease
+from mlaunch.protocol.messages.launch_messages import Finished, Phase, RanksStarting, RankStarted
+from mlaunch.protocol.messages.member_messages import Alive, Lease, MachineDone, Printed
 
 
 @dataclass(frozen=True)
@@ -209,22 +210,65 @@ def test_a_carrying_process_reads_no_more_than_can_be_passed_on(monkeypatch: pyt
                 assert mux._wait().get(ours.fileno(), 0) == 0
 
 
-@pytest.mark.slow
-def test_ranks_wait_that_print_more_than_can_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody reads; what waits for that stays within the limit, and the rest in the pipe of who prints it."""
-    monkeypatch.setattr("mlaunch.member.machine_launch._FULL", 1 << 18)
+def launch_of(stream: FrameStream, monkeypatch: pytest.MonkeyPatch) -> tuple[MachineLaunch, Channel[Any, Any]]:
+    """Makes a launch of one rank, and the end of its agent, which says what a test lets it say."""
     monkeypatch.setattr("mlaunch.member.machine_launch._LOOK_DELAY", 0.01)
-    (agent, launcher), board = Channel.pair(), Board.create(1)
-    server: Any = SimpleNamespace(launch=lambda _spec, _call: launcher, kill=lambda: None)
     monkeypatch.setattr("mlaunch.member.machine_launch.replace", lambda spec, **_: spec)
+    agent, launcher = Channel[Any, Any].pair()
+    server: Any = SimpleNamespace(launch=lambda _spec, _call: launcher, kill=lambda: None)
     spec: Any = SimpleNamespace(
         grace_period=1.0, seconds=None, streams=lambda _: (1,), rank_start=0, local_world_size=1, launch_id="full",
         context=SimpleNamespace(environ={}), stop_on=(),
     )  # fmt: skip
+    return MachineLaunch(stream, spec, server, -1, Term(stream)), agent
+
+
+def test_a_machine_whose_ranks_say_nothing_answers_each_sign_of_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would be told of as one that does not answer, once its ranks compute for longer than a lease."""
+    with pair() as (caller, stream):
+        launch, agent = launch_of(stream, monkeypatch)
+        with contextlib.closing(agent):
+            for _ in range(3):
+                caller.send(Lease(1000.0, ()))
+                caller.heard_at -= 2000.0
+                launch._step()
+                assert [type(record) for record, _ in caller.receive()] == [Alive]
+                assert caller.heard_at > time.monotonic() - 1000.0
+            assert stream.heard_at > time.monotonic() - 1000.0
+            launch._close()
+
+
+def test_all_that_is_in_a_pipe_is_passed_on_after_the_agents_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    board = Board.create(1)
+    hear, printed = os.pipe()
+    size = os.write(printed, bytes(1 << 16))  # more than is read at once
+    os.close(printed)
+    with pair() as (caller, stream):
+        launch, agent = launch_of(stream, monkeypatch)
+        with contextlib.closing(agent):
+            agent.send(RanksStarting(0.0, "full", 0, 1), [board.fd])
+            agent.send(RankStarted(0, 1, 0.0), [hear])
+            agent.send(Finished())
+            monkeypatch.setattr(launch, "_send_trace", lambda: None)
+            launch.run()
+        found = [record for record, _ in caller.receive()]
+        while not isinstance(found[-1], MachineDone):
+            stream.flush()
+            found += [record for record, _ in caller.receive()]
+    assert sum(len(record.data) for record in found if isinstance(record, Printed)) == size
+    os.close(hear)
+    board.close()
+
+
+@pytest.mark.slow
+def test_ranks_wait_that_print_more_than_can_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody reads; what waits for that stays within the limit, and the rest in the pipe of who prints it."""
+    monkeypatch.setattr("mlaunch.member.machine_launch._FULL", 1 << 18)
+    board = Board.create(1)
     hear, printed = os.pipe()
     os.set_blocking(printed, False)
-    with pair() as (stream, _), contextlib.closing(agent):
-        launch = MachineLaunch(stream, spec, server, -1, Term(stream))
+    with pair() as (stream, _):
+        launch, agent = launch_of(stream, monkeypatch)
         agent.send(RanksStarting(0.0, "full", 0, 1), [board.fd])
         agent.send(RankStarted(0, 1, 0.0), [hear])
         for _ in range(100):  # in which 3 MB are printed, if nobody minds
@@ -233,6 +277,7 @@ def test_ranks_wait_that_print_more_than_can_be_sent(monkeypatch: pytest.MonkeyP
             launch._step()
         assert 1 << 18 <= stream.unsent < 1 << 19
         launch._close()
+        agent.close()
     for fd in (hear, printed):
         os.close(fd)
     board.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from mlaunch.base.linux import wait_readable
+from mlaunch.caller.leasing import VARIABLE, LeaseRequest
+from mlaunch.caller.options.launch_options import Options
 from mlaunch.cli import on_lease
 from mlaunch.leases import acquisition, site
 from mlaunch.leases.acquisition import Acquisition, DeviceLease, Wish
@@ -130,6 +133,26 @@ def test_lasts_as_long_as_the_last_process_that_inherited_it(tmp_path: Path) -> 
     assert taken is not None
     ours.close()
     taken.close()
+
+
+def test_a_launch_says_what_the_launch_around_it_holds_as_well() -> None:
+    """A call in one of its ranks would else wait for what that has."""
+    request = LeaseRequest(Options(n_gpus=1), {VARIABLE: "a"}, Wish(["b"], 1, holds=["a"]), None)
+    assert request.granted(DeviceLease(("b",))).environ[VARIABLE] == "a,b"
+
+
+def test_the_directory_is_not_tidied_up_while_a_lease_is_held(tmp_path: Path) -> None:
+    """What tidies up (systemd-tmpfiles) leaves alone what it cannot lock."""
+    acquisition = Acquisition(tmp_path, Wish(["a"], 1))
+    lease = acquisition.step()
+    acquisition.close()
+    assert lease is not None
+    fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    lease.close()
+    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(fd)
 
 
 def test_a_fork_of_the_caller_keeps_nothing(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import functools
 import io
 import itertools
 import os
+import select
 import sys
 import tracemalloc
 from collections.abc import Iterator, Sequence
@@ -356,6 +357,19 @@ def test_the_relay_shows_and_keeps(tmp_path: Path, capfdbinary: pytest.CaptureFi
     assert shown.err == b"[1] 100%\n"
     assert (tmp_path / "attempt_0" / "1" / "stdout.log").read_bytes() == b"hello\nraw \xff"
     assert (tmp_path / "attempt_0" / "1" / "stderr.log").read_bytes() == b"\r 50%\r100%\n"
+
+
+def test_a_pipe_whose_number_others_have_taken_is_not_read() -> None:
+    pipes = Pipes(plan(1, Policy()), 1)
+    number = min(pipes.relay._streams)
+    reader, writer = os.pipe2(os.O_NONBLOCK)
+    os.dup2(reader, number)
+    os.write(writer, b"theirs")
+    pipes.relay.carry([(number, select.EPOLLIN)])
+    assert os.read(reader, 100) == b"theirs"
+    pipes.finish()
+    for fd in (reader, writer, number):  # which was left to them
+        os.close(fd)
 
 
 def test_lines_before_a_flood_are_shown_before_it(capfdbinary: pytest.CaptureFixture[bytes]) -> None:

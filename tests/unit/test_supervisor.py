@@ -163,6 +163,20 @@ def test_ctrl_c_while_ranks_are_forked(
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
 
 
+@pytest.mark.parametrize("consequence", [True, False])
+def test_the_end_of_a_rank_that_had_answered_is_the_cause_of_what_looks_like_a_consequence_alone(
+    consequence: bool,
+) -> None:
+    options = Options(n_gpus=2, device_type="cpu")
+    ready = Ready("2.13", None, ("gloo",))
+    outcome = Outcome(plan(options, ThisMachine(ready, lambda _environ: 0), "train()", {}, Attempt(0, None)))
+    outcome.late_ends.append(RankFailure(0, 1, "exited with code 3"))
+    outcome.failures.append(RankFailure(1, 2, "raised RuntimeError: closed by peer", consequence=consequence))
+    with pytest.raises(LaunchError) as caught:
+        settle(outcome, lambda: None).result()  # type: ignore[arg-type, return-value]
+    assert [failure.rank for failure in caught.value.failures] == ([0, 1] if consequence else [1, 0])
+
+
 @pytest.mark.parametrize("late", [True, False])
 def test_a_list_of_values_lacks_none(late: bool) -> None:
     """Nothing has failed, and nothing was stopped; a deadline has passed while a value was on its way, perhaps."""

@@ -430,3 +430,21 @@ def test_a_kept_server_is_started_without_the_secret_of_who_starts_it(
     assert asked["stdout"] == asked["stderr"] == subprocess.DEVNULL  # `| tee` of who leaves it waits for no import
     assert "hush" not in asked["env"].values()
     assert asked["passed"] == {"OTHER": "kept"}  # for what its modules read as they are imported
+
+
+def test_a_fork_of_a_kept_server_has_no_connection_of_other_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would not hear of an end of the kept server."""
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    number = theirs.detach()
+    visitor = types.SimpleNamespace(fds=lambda: [number])
+    kept: Any = types.SimpleNamespace(visitors=[visitor], _listener=socket.socket(), _removals=-1)
+    monkeypatch.setattr(os, "_exit", leave)
+    with pytest.raises(SystemExit):  # it was given nothing to take over
+        Zygote._become_server(kept, cast(Any, None), [])
+    assert ours.recv(1) == b""
+    ours.close()
