@@ -94,6 +94,7 @@ ROOMS = (
     ("rendezvous/", "store, gate, link; server and client", "processes of its own", "#f3ecf7"),
     ("protocol/", "records, channels, memory files, pickling", "all of them", "#f2f2f2"),
     ("leases/", "which launch may use which devices", "all of them", "#f2f2f2"),
+    ("torch_parts/", "what torch does not document", "all of them", "#f2f2f2"),
     ("base/", "errors, Linux, words", "all of them", "#f2f2f2"),
 )
 STATIONS = (

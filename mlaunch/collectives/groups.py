@@ -17,6 +17,7 @@ import torch.distributed as dist
 from mlaunch.collectives import local_group, world
 from mlaunch.protocol import this_rank
 from mlaunch.rendezvous.client import Client
+from mlaunch.torch_parts.process_groups import default_store
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -203,7 +204,7 @@ def get_client() -> Client:
     world.group()
     # Ranks of other launchers share no secret: whoever reaches their store is trusted, as torch itself does.
     secret = this_rank.this_rank.secret if this_rank.this_rank is not None else ""
-    return Client(store=dist.distributed_c10d._get_default_store(), secret=secret)
+    return Client(store=default_store(), secret=secret)
 
 
 def get_py_server_addr() -> tuple[str, int]:

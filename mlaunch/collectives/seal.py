@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mlaunch.protocol import this_rank
+from mlaunch.torch_parts import process_groups
 
 SIZE = 32  # bytes that a blob begins with
 
@@ -82,5 +83,4 @@ def _numbered(group: bytes, call: int) -> bytes:
 
 def _describe(group: dist.ProcessGroup) -> bytes:
     ranks = dist.get_process_group_ranks(group)
-    name = dist.distributed_c10d._world.pg_names[group]
-    return f"{name}\0{','.join(map(str, ranks))}".encode()
+    return f"{process_groups.name_of(group)}\0{','.join(map(str, ranks))}".encode()

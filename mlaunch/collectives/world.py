@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from mlaunch.base.text import name_ranks
 from mlaunch.rendezvous.barrier import Barrier, NotAllCameError
+from mlaunch.torch_parts import process_groups
 
 
 def is_grouped() -> bool:
@@ -53,7 +54,7 @@ def get_world_size() -> int:
 
 def barrier(timeout: float) -> None:
     """Returns once every rank has called it; TimeoutError after ``timeout`` seconds, naming those that had not."""
-    store, size = dist.distributed_c10d._get_default_store(), get_world_size()
+    store, size = process_groups.default_store(), get_world_size()
     try:
         Barrier(store, "mlaunch/barrier", size).meet(str(get_rank()), timeout)
     except NotAllCameError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import sys
 import weakref
@@ -21,7 +22,7 @@ def load(preload: Sequence[str]) -> tuple[Ready, int]:
     Raises whatever an import does; PreloadError; TooOldError.
     """
     from mlaunch.forkserver import preloads
-    from mlaunch.rank import operations, reload, slow_imports
+    from mlaunch.rank import reload, slow_imports
     from mlaunch.rank.setup import device, process
 
     gc.disable()  # imports leave little to collect, and looking for it takes a seventh of a first call
@@ -38,15 +39,22 @@ def load(preload: Sequence[str]) -> tuple[Ready, int]:
     from mlaunch.protocol.messages import launch_messages, server_messages
     from mlaunch.rendezvous import tcp_store
     from mlaunch.rendezvous.address import lacks_loopback
+    from mlaunch.torch_parts import operations, process_groups
 
     # Begun here and heard of in finish(): it runs beside the caller, who has its answer by then.
     asked = tcp_store.ask_for_libuv()
+    lacks = process_groups.lacks() or operations.lacks()
     operations.watch()  # here, as it takes a third of a millisecond
     Evidence()  # which looks for the cgroup's files once
     room.look()
     lacks_loopback()  # an agent that can do without does not try again
     channel.get_to_know([*vars(launch_messages).values(), *vars(server_messages).values()])
-    return device.offered(), asked
+    offered = device.offered()
+    if lacks:
+        from mlaunch.torch_parts import lacking
+
+        offered = dataclasses.replace(offered, lacks=lacking.sentence(lacks))
+    return offered, asked
 
 
 def add(preload: Sequence[str]) -> None:

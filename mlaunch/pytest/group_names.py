@@ -14,6 +14,7 @@ from typing import Any
 from mlaunch.protocol import this_rank
 from mlaunch.rank import in_step
 from mlaunch.rank.setup import device, group
+from mlaunch.torch_parts import process_groups
 
 _SPACE = 1000  # groups that one test may make
 _FIXTURES = 10**9  # the first number of their groups
@@ -45,12 +46,11 @@ def for_fixture(number: int) -> Iterator[None]:
 @contextlib.contextmanager
 def for_class(number: int) -> Iterator[None]:
     """Gives the setup of a test's class its names, within the first test; the groups stay as those of fixtures do."""
-    world, known = _world(), set(_groups())
-    count = world.group_count
+    known, count = set(_groups()), process_groups.made()
     with _own_names(f"class {number}", _CLASSES + number * _SPACE):
         yield
     _kept.update(set(_groups()) - known)
-    world.group_count = count
+    process_groups.count_on_from(count)
 
 
 @contextlib.contextmanager
@@ -80,20 +80,20 @@ def _apart(prefix: str, first: int) -> Iterator[None]:
 def _own_names(prefix: str, first: int) -> Iterator[None]:
     import torch.distributed as dist
 
-    world, default = _world(), dist.group.WORLD
-    if default is None:
+    default = dist.group.WORLD
+    store = None if default is None else process_groups.store_of(default)
+    if default is None or store is None:
         yield
         return
-    backend, store = world.pg_map[default]
     # torch names groups by a count, and their keys in the store by the name: a rank that made one more in the last
     # test would meet the others of this one under another name.
-    world.pg_map[default] = backend, dist.PrefixStore(prefix, store)
-    world.group_count = first
+    process_groups.put_store(default, dist.PrefixStore(prefix, store))
+    process_groups.count_on_from(first)
     try:
         yield
     finally:
         if dist.group.WORLD is default:
-            world.pg_map[default] = backend, store
+            process_groups.put_store(default, store)
 
 
 def leave_world() -> None:
@@ -106,23 +106,17 @@ def leave_world() -> None:
             dist.destroy_process_group()
 
 
-def _world() -> Any:
-    import torch.distributed as dist
-
-    return dist.distributed_c10d._world
-
-
 def _groups() -> list[Any]:
     import torch.distributed as dist
 
-    return list(_world().pg_map) if dist.is_initialized() else []
+    return process_groups.everyone() if dist.is_initialized() else []
 
 
-def _destroy(groups: Collection[Any]) -> None:
+def _destroy(those: Collection[Any]) -> None:
     """Destroys groups in the order in which all ranks have made them."""
     import torch.distributed as dist
 
     for made in _groups():
-        if made in groups and made is not dist.group.WORLD:
+        if made in those and made is not dist.group.WORLD:
             with contextlib.suppress(Exception):
                 dist.destroy_process_group(made)

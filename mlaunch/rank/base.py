@@ -22,9 +22,10 @@ from mlaunch.protocol.messages.prepared_messages import Details, with_details
 from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.result_queue import ANSWER_LIMIT, Results
 from mlaunch.protocol.spec import LEASED, LaunchSpec
-from mlaunch.rank import control, operations, remote_error
+from mlaunch.rank import control, remote_error
 from mlaunch.rank.for_users import progress
 from mlaunch.rank.setup import device, process
+from mlaunch.torch_parts import operations
 
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import (
@@ -119,7 +120,8 @@ class Rank:
         if self._spec.streams(args.local_rank):
             linux.print_by_lines()
         progress.open_slot(args.results.board, args.local_rank)
-        operations.watch()
+        if not operations.is_watched:  # else the fork server did it
+            operations.watch()
         control.start(args.control)
 
     # Calls

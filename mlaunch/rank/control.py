@@ -37,17 +37,18 @@ from mlaunch.protocol.messages.control_messages import (
 )
 from mlaunch.protocol.messages.debug_messages import PromptSays
 from mlaunch.rank import in_step, stop_point
-from mlaunch.rank.setup.group import HeldLimits
+from mlaunch.rank.setup import device
 from mlaunch.rank.stop_point import StopPoint
 
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import ControlHears, ControlSays, DebuggerHears, DebuggerSays
+    from mlaunch.torch_parts.limits import HeldLimits
 
 # Of the thread's own faults, which kill a process that blocks them before faulthandler can tell of it.
 _FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
 _NOT_FAULTS = signal.valid_signals() - _FAULTS
 _DEEPEST = 100  # frames, as faulthandler shows
-_limits = HeldLimits()
+_held: list[HeldLimits] = []  # made when somebody debugs first
 
 
 def start(channel: Channel[ControlHears, ControlSays]) -> None:
@@ -103,10 +104,15 @@ def _let_attach(record: Attach, fd: int) -> None:
 
 def _hold_limits(held: bool) -> None:
     """Lifts limits for who debugs, or gives them back once nobody does, nor talks with this rank."""
+    if held or _held:
+        from mlaunch.torch_parts.limits import HeldLimits
+
+        _held[:] = _held or [HeldLimits()]
     if held:
-        _limits.hold()
+        _held[0].hold(device.limit(None))
     else:
-        _limits.give_back()
+        for limits in _held:
+            limits.give_back()
         if (visit := sys.modules.get("mlaunch.rank.debugging.visit")) is not None:
             visit.end()
 

@@ -31,6 +31,7 @@ from mlaunch.rank.setup import device, environment, group, main_module, process,
 from mlaunch.rank.setup.process import StampedFile
 from mlaunch.rank.step_profile import profiling
 from mlaunch.rendezvous import tcp_store
+from mlaunch.torch_parts import process_groups
 
 if TYPE_CHECKING:
     import torch
@@ -241,7 +242,7 @@ def leave_groups() -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
-        _until_exit.extend(dist.distributed_c10d._world.pg_map)
+        _until_exit.extend(process_groups.everyone())
         dist.destroy_process_group()
 
 

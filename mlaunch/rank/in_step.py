@@ -11,14 +11,18 @@ taken for the next. So a call that fails after it has begun to send or receive l
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Collection, Mapping, Sequence
+import sys
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING
 
+from mlaunch.base.frames import RUNPY, is_bottom
 from mlaunch.base.frozen_record import frozen_record
-from mlaunch.protocol.messages.launch_messages import Operations
-from mlaunch.rank.operations import begun_messages, numbers_of, told
+from mlaunch.protocol.messages.launch_messages import ANY, Frames, GroupNumbers, Operations, RankWait
+from mlaunch.torch_parts import process_groups
+from mlaunch.torch_parts.operations import Begun, begun_messages, meeting, numbers_of, open_now
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +33,7 @@ Numbers = Mapping[str, tuple[tuple[int, ...], int | None]]
 # Among them, as if these were the names of some, and all ranks their members:
 GROUPS = "groups"  # those of the whole world that were begun
 MESSAGES = "messages"  # None once one was begun
+_DEEPEST = 100  # frames, as faulthandler shows
 
 
 @frozen_record
@@ -37,7 +42,7 @@ class _Beginning:
 
     call: int = 0  # its number
     numbers: Mapping[str, int | None] = field(default_factory=dict)
-    messages: int = 0  # that were begun
+    messages: int | None = 0  # that were begun; None: nobody counts them
 
 
 @dataclass
@@ -50,30 +55,12 @@ class _Present:
 _present = _Present()
 
 
-@functools.cache
-def _world() -> Any:
-    """Returns what knows the groups; kept, since an import statement takes longer than all that a call asks it."""
-    from torch.distributed import distributed_c10d
-
-    return distributed_c10d._world
-
-
-def is_apart() -> bool:
-    """Tells whether this rank is in no process group, since the function has destroyed it."""
-    return _world().default_pg is None
-
-
-def _groups() -> dict[str, dist.ProcessGroup]:
-    """Returns the groups that this process belongs to, in the order in which they were made."""
-    world = _world()
-    names = world.pg_names
-    return {names[group]: group for group in list(world.pg_map)}
-
-
 def begin_call(call: int) -> None:
     """Notes where this rank stands as a call begins."""
-    numbers = {part: number for name, group in _groups().items() for part, number, _ in numbers_of(name, group)}
-    _present.beginning = _Beginning(call, {**numbers, GROUPS: _world().group_count}, begun_messages())
+    numbers = {
+        part: number for name, group in process_groups.by_name().items() for part, number, _ in numbers_of(name, group)
+    }
+    _present.beginning = _Beginning(call, {**numbers, GROUPS: process_groups.made()}, begun_messages())
 
 
 def since_the_call(call: int | None = None) -> Numbers:
@@ -88,20 +75,23 @@ def since_the_call(call: int | None = None) -> Numbers:
     found: dict[str, tuple[tuple[int, ...], int | None]] = {}
     if call not in {None, beginning.call}:
         return found
-    for name, group in _groups().items():
+    for name, group in process_groups.by_name().items():
         members = tuple(dist.get_process_group_ranks(group))
-        for part, now, _ in numbers_of(name, group):
+        parts = [(part, now) for part, now, _ in numbers_of(name, group)]
+        for part, now in parts or [(name, None)]:
             found[part] = members, None if now is None else now - (beginning.numbers.get(part) or 0)
     if dist.is_initialized():  # the user may have destroyed all groups
         everyone = tuple(range(dist.get_world_size()))
-        found[GROUPS] = everyone, _world().group_count - (beginning.numbers.get(GROUPS) or 0)
-        found[MESSAGES] = everyone, None if begun_messages() > beginning.messages else 0
+        made, messages = process_groups.made(), begun_messages()
+        found[GROUPS] = everyone, None if made is None else made - (beginning.numbers.get(GROUPS) or 0)
+        is_known = messages is not None and beginning.messages is not None
+        found[MESSAGES] = everyone, 0 if is_known and messages == beginning.messages else None
     return found
 
 
 def entered() -> Operations:
     """Returns what this rank has begun in each group, and what its threads wait for."""
-    return told(_groups(), _world().group_count)
+    return _told(process_groups.by_name(), process_groups.made() or 0)
 
 
 def agree(told: Sequence[Numbers]) -> bool:
@@ -144,8 +134,80 @@ def meet(bound: torch.device | None) -> None:
     import torch.distributed as dist
 
     places = {"cpu": torch.device("cpu"), **({bound.type: bound} if bound is not None else {})}
-    for group in _groups().values():
-        for kind in {device.type for device in group._device_types} & places.keys():
+    for group in process_groups.everyone():
+        for kind in {device.type for device in process_groups.devices_of(group)} & places.keys():
             dist.all_reduce(torch.zeros(1, device=places[kind]), group=group)
     if bound is not None and bound.type != "cpu":
         torch.accelerator.synchronize(bound)
+
+
+# What is told of it
+
+
+def _told(known: Mapping[str, dist.ProcessGroup], made: int) -> Operations:
+    """Says what this rank has begun in these groups, by name, and what its threads wait for.
+
+    ``made``: how many groups torch has made.
+    """
+    import torch.distributed as dist
+
+    rows, parts = [], {}
+    for name, group in known.items():
+        members = tuple(dist.get_process_group_ranks(group))
+        for part, counted, numbers in numbers_of(name, group):
+            number = numbers.begun if counted is None else counted
+            parts[id(numbers)] = part, number, members
+            sent, received = (
+                tuple((members[peer] if peer >= 0 else peer, count) for peer, count in sorted(counts.items()))
+                for counts in (dict(numbers.sent), dict(numbers.received))
+            )
+            # Else C++ has begun some, of which nobody knows what they are.
+            latest = numbers.latest if number == numbers.begun else ""
+            rows.append(GroupNumbers(part, members, number, latest, sent, received))
+    return Operations(tuple(rows), tuple(_waits(parts)), made)
+
+
+def _waits(parts: dict[int, tuple[str, int, tuple[int, ...]]]) -> Iterator[RankWait]:
+    main, frames = threading.main_thread().ident, sys._current_frames()
+    seen = set()
+    for thread, begun in open_now():
+        if thread in frames:
+            seen.add(thread)
+            yield _wait(begun, parts, _thread_name(thread, main), _place(frames[thread], thread == main))
+    for thread, frame in frames.items():
+        begins = meeting(frame) if thread not in seen else None
+        if begins is not None:
+            name, members, operation = begins
+            place = _place(frame, thread == main)
+            yield RankWait(_thread_name(thread, main), operation, name, 0, None, 0, members, place)
+
+
+def _wait(begun: Begun | None, parts: dict[int, tuple[str, int, tuple[int, ...]]], thread: str, at: Frames) -> RankWait:
+    if begun is None or id(begun[1]) not in parts:
+        return RankWait(thread, "", "", 0, None, 0, (), at)  # of an operation that C++ has begun
+    words, numbers, number, peer, tag = begun
+    part, reached, members = parts[id(numbers)]
+    if peer is not None:
+        return RankWait(thread, words, part, 0, members[peer] if 0 <= peer < len(members) else ANY, tag, members, at)
+    if numbers.held is None:
+        number += reached - numbers.begun
+    else:
+        number = numbers.held
+    return RankWait(thread, words, part, number, None, 0, members, at)
+
+
+def _thread_name(thread: int, main: int | None) -> str:
+    if thread == main:
+        return ""
+    known = threading._active.get(thread)  # type: ignore[attr-defined]
+    return str(known.name) if known is not None else "a thread"
+
+
+def _place(frame: FrameType | None, is_main: bool) -> Frames:
+    """Returns (file, line, name) of another thread's frames, innermost first; the main thread's are told elsewhere."""
+    frames: list[tuple[str, str, str]] = []
+    while not is_main and frame is not None and not is_bottom(frame.f_code.co_filename) and len(frames) < _DEEPEST:
+        if frame.f_code.co_filename != RUNPY:
+            frames.append((frame.f_code.co_filename, str(frame.f_lineno), frame.f_code.co_name))
+        frame = frame.f_back
+    return tuple(frames)

@@ -22,6 +22,7 @@ from mlaunch.rank.base import RankArgs, Task
 from mlaunch.rank.function import FunctionRank, UnpicklableValueError, leave_groups
 from mlaunch.rank.setup import group, process
 from mlaunch.rank.whole import is_inside, whole
+from mlaunch.torch_parts import process_groups
 
 _AGAIN = 0.01  # seconds: by then the finalizer has mostly returned, or the import
 _STALE_LIMIT = 1000  # characters: an answer is one small write
@@ -164,7 +165,7 @@ class KeptRank(FunctionRank):
 
     def _answer(self, kind: AnswerKind, content: Any, *, consequence: bool = False) -> None:
         process.flush()  # a line without its end belongs to this call, not to the next
-        if in_step.is_apart() and self._task is not None:
+        if process_groups.is_apart() and self._task is not None:
             self._args.results.board.apart = self._task.number
         super()._answer(kind, content, consequence=consequence)
 

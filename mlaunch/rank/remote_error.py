@@ -12,7 +12,7 @@ from mlaunch.base.misuse import is_misuse
 from mlaunch.base.text import without_middle
 from mlaunch.protocol import explain
 from mlaunch.protocol.messages.launch_messages import Phase, RemoteError
-from mlaunch.rank import operations
+from mlaunch.torch_parts import operations
 
 # What torch says in a rank whose peer, or whose store, has died. Such an error is the doing of others.
 # By their text: torch raises a plain RuntimeError for each of them.

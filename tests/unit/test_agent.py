@@ -22,8 +22,7 @@ import pytest
 from mlaunch.agent import fork_ranks as fork_ranks_module
 from mlaunch.agent.inspection import Inspection
 from mlaunch.agent.joining_machines import NoLaunchError
-from mlaunch.agent.kept.many_calls import KeptSupervisor
-from mlaunch.agent.kept.operation_numbers import NumberRequests
+from mlaunch.agent.kept.many_calls import KeptSupervisor, NumberRequests
 from mlaunch.agent.peers import Peers
 from mlaunch.agent.prepared import WAIT_LIMIT, PreparedSupervisor
 from mlaunch.agent.questions import Questions

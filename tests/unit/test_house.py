@@ -88,6 +88,7 @@ ROOMS = (
     "rendezvous",
     "protocol",
     "leases",
+    "torch_parts",
     "base",
 )
 

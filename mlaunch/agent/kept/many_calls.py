@@ -15,15 +15,16 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from mlaunch.agent.kept.operation_numbers import NumberRequests
+from mlaunch.agent.questions import Questions
 from mlaunch.agent.rank_process import RankProcess
 from mlaunch.agent.supervision.first_step import NEVER, FirstStep
 from mlaunch.agent.supervision.launch_state import OngoingCall, Supervision
 from mlaunch.agent.supervision.supervisor import Supervisor
 from mlaunch.protocol.channel import FD_LIMIT
+from mlaunch.protocol.messages.control_messages import TellNumbers
 from mlaunch.protocol.messages.kept_messages import CallOver, EndCall, EndRanks, NextCall
 from mlaunch.protocol.messages.launch_messages import Answer, AnswerKind, Errand, RankAnswered
 from mlaunch.protocol.stack_dump import STACKS_TIMEOUT
@@ -243,3 +244,39 @@ class KeptSupervisor(Supervisor):
     def _forget_steps(self) -> None:
         self._asking.clear()
         self._call_back_at = self._lost_at = NEVER
+
+
+class NumberRequests:
+    """Asks ranks which operations they have entered while they may be inside one, where no call reaches them.
+
+    A thread of each answers, if the rank lets it run.
+    """
+
+    def __init__(self, questions: Questions) -> None:
+        self._questions = questions
+        self._asked: set[int] = set()  # numbers of the questions that are open
+        self._told: dict[int, in_step.Numbers] = {}  # by global rank
+
+    @property
+    def pending(self) -> bool:
+        """Whether somebody has not answered."""
+        return bool(self._asked & self._questions.open)
+
+    def ask(self, call: int) -> None:
+        """Asks all ranks."""
+        self.clear()
+        self._asked = {self._questions.ask(rank, TellNumbers(call), self._take) for rank in self._questions.ranks()}
+
+    def _take(self, rank: int, numbers: in_step.Numbers) -> None:
+        self._told[rank] = numbers
+
+    @property
+    def told(self) -> Mapping[int, in_step.Numbers]:
+        """What has been told, by global rank."""
+        return self._told
+
+    def clear(self) -> None:
+        """Forgets what was asked and told."""
+        for number in self._asked:
+            self._questions.drop(number)
+        self._asked, self._told = set(), {}

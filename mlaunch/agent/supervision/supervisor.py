@@ -10,15 +10,17 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from mlaunch.agent.questions import Questions
 from mlaunch.agent.rank_process import RankProcess
 from mlaunch.agent.stop_request import StopRequest
-from mlaunch.agent.supervision.adopted import Adopted
 from mlaunch.agent.supervision.evidence import Evidence, limits_of
 from mlaunch.agent.supervision.launch_state import OngoingCall, SharedFailure, Supervision
 from mlaunch.agent.supervision.stopping import Stopping
+from mlaunch.agent.supervision.system import System
+from mlaunch.base.child_ends import ChildEnds
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.protocol import error_file, failures
 from mlaunch.protocol.channel import pickled
@@ -275,3 +277,39 @@ class Supervisor:
             self._stopping.follow(failure)
         for order in self._peers.take_orders():
             self._stop.hear_gate(order, self._call.number)
+
+
+_WATCH_DELAY = 0.05  # seconds into a launch: shorter ones are spared the work
+
+
+class Adopted:
+    """Reaps what ranks have started and left, as it ends: the agent is the parent that such processes get.
+
+    A rank that runs ``os.system("command &")`` at each step would fill the table of processes otherwise. ``own``: the
+    children whose statuses others take.
+    """
+
+    def __init__(self, system: System, own: Callable[[], Collection[int]]) -> None:
+        self._system = system
+        self._own = own
+        self._ends: ChildEnds | None = None
+        self.due: float | None = system.clock() + _WATCH_DELAY  # when ``reap`` begins to watch; None: it does
+
+    def fds(self) -> list[int]:
+        return [] if self._ends is None else [self._ends.fileno()]
+
+    def reap(self, ready: Collection[int]) -> None:
+        """Reaps what has ended, if some child has."""
+        if self.due is not None and self._system.clock() >= self.due:
+            self.due, self._ends = None, self._system.child_ends()
+            self._system.reap(self._own())  # those of before
+        elif self._ends is not None and self._ends.fileno() in ready:
+            self._ends.take()  # first: who ends from now on is heard of again
+            self._system.reap(self._own())
+
+    def close(self) -> None:
+        """Watches no more."""
+        self.due = None
+        if self._ends is not None:
+            self._ends.close()
+            self._ends = None

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mlaunch.base import linux
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout, describe_exit
 from mlaunch.base.fds import in_forks
+from mlaunch.base.log import log
 from mlaunch.caller import interrupts
 from mlaunch.caller.server.attachments import in_memfds, standard_streams
 from mlaunch.protocol import error_file, temporary
@@ -109,6 +110,8 @@ class ForkServer:
             raise LaunchError(record.reason if whole else told + record.reason.rstrip())
         if not isinstance(record, Ready):
             raise LaunchError(f"the fork server (pid {self.pid}) sent {record!r} where Ready was expected")
+        if record.lacks:
+            log.warning("%s", record.lacks)
         return record
 
     def _await_word(self, deadline: float | None) -> None:

@@ -27,13 +27,17 @@ CAUSE_DELAY = 0.1  # seconds in which the cause may follow its consequence
 
 @frozen_record
 class Ready:
-    """What the fork server's torch offers. ``accelerator`` is the kind it was built for, None for a CPU build."""
+    """What the fork server's torch offers. ``accelerator`` is the kind it was built for, None for a CPU build.
+
+    ``lacks``: what mlaunch takes of it and it has not, in a sentence.
+    """
 
     torch_version: str
     accelerator: str | None
     backends: tuple[str, ...]
     own_backend: str | None = None  # the one that torch takes for tensors of that kind
     runtime: str | None = None  # whose variables hide devices: "rocm" where the kind is "cuda"
+    lacks: str = ""
 
 
 @frozen_record

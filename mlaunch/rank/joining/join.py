@@ -24,6 +24,7 @@ from mlaunch.rank.joining.recognise import RankInfo
 from mlaunch.rank.setup import device, environment, group
 from mlaunch.rendezvous import tcp_store
 from mlaunch.rendezvous.address import is_taken
+from mlaunch.torch_parts import process_groups
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -224,7 +225,7 @@ def leave() -> None:
 
     if dist.is_initialized():
         if device.version() < group.DESTRUCTIBLE:
-            for member in list(dist.distributed_c10d._world.pg_map):
+            for member in process_groups.everyone():
                 # Never to be destructed: before this release its destructor held the interpreter lock while it waited
                 # for threads that may want it, and some ranks never ended.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(member))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol.spec import LaunchSpec
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 # The release of torch in which a group's destructor certainly does not hold the interpreter lock while it waits for
 # threads that may wait for the lock. That of 2.6 does; others were not tried.
 DESTRUCTIBLE = (2, 13)
-_DEFAULTS = ("default_pg_timeout", "default_pg_nccl_timeout")  # torch's, of groups that are made without one
 
 
 @frozen_record
@@ -61,52 +59,10 @@ def _serves(backend: str, device_type: str) -> bool:
 
 
 def lift_limits() -> None:
-    """Gives groups that user code makes no limit, either, unless it says one."""
-    import torch.distributed.distributed_c10d as dist
+    """Give groups that user code makes no limit, either, unless it says one."""
+    from mlaunch.torch_parts import limits
 
-    # Asked for by name: which of the two there are depends on the release.
-    for name in _DEFAULTS:
-        if getattr(dist, name, None) is not None:
-            setattr(dist, name, device.limit(None))
-
-
-class HeldLimits:
-    """Limits of groups, which somebody who debugs lifts for operations that begin meanwhile.
-
-    They are asked of each group's backends, and of torch for groups to come. What has begun keeps its own.
-    """
-
-    def __init__(self) -> None:
-        self._before: list[tuple[object, timedelta]] = []  # of backends
-        self._to_come: dict[str, Any] = {}
-
-    def hold(self) -> None:
-        """Lifts the limits. Called by the control thread."""
-        import torch.distributed.distributed_c10d as dist
-
-        # A second request would take the lifted limits for those of before.
-        if self._before or self._to_come:
-            return
-        self._to_come = {name: found for name in _DEFAULTS if (found := getattr(dist, name, None)) is not None}
-        lift_limits()
-        # A copy: the main thread may make or destroy a group meanwhile.
-        for group in list(dist._world.pg_map):
-            for kind in group._device_types:
-                with contextlib.suppress(Exception):  # a backend that knows no limit, or a group just destroyed
-                    backend = group._get_backend(kind)
-                    self._before.append((backend, backend.options._timeout))
-                    backend._set_default_timeout(device.limit(None))
-
-    def give_back(self) -> None:
-        """Sets them as they were."""
-        import torch.distributed.distributed_c10d as dist
-
-        for name, limit in self._to_come.items():
-            setattr(dist, name, limit)
-        for backend, limit in reversed(self._before):  # one may serve several kinds of devices
-            with contextlib.suppress(Exception):
-                backend._set_default_timeout(limit)  # type: ignore[attr-defined]
-        self._before, self._to_come = [], {}
+    limits.lift(device.limit(None))
 
 
 def meet_and_join(

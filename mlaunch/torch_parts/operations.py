@@ -5,22 +5,22 @@
 torch numbers operations, too, but gloo's numbers count messages, other backends number nothing, and none says which
 operation a thread waits for. C++ begins collectives that do not pass here (DistributedDataParallel's), so where a
 backend numbers its collectives, its number counts, less what is known to be no collective.
+
+The methods that we replace are torch's own affair. Where a torch has not those that matter, nothing is watched: nobody
+can tell whether a message was begun, nor which operation a thread waits for.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mlaunch.base.frames import RUNPY, is_bottom
-from mlaunch.protocol.messages.launch_messages import ANY, Frames, GroupNumbers, Operations, RankWait
+from mlaunch.torch_parts import process_groups
 
-if TYPE_CHECKING:
-    import torch.distributed as dist
+ANY = -1  # in place of a rank: whoever sends first
 
 # By torch's internal names, those of the functions that users call.
 _COLLECTIVES = {
@@ -28,11 +28,13 @@ _COLLECTIVES = {
     "reduce": "reduce", "allgather": "all_gather", "_allgather_base": "all_gather_into_tensor",
     "allgather_coalesced": "all_gather_coalesced", "allgather_into_tensor_coalesced": "all_gather_into_tensor",
     "all_gather_single": "all_gather_single", "all_gather_single_coalesced": "all_gather_single", "gather": "gather",
+    "gather_single": "gather_single", "gather_into_tensor": "gather_into_tensor",
     "scatter": "scatter", "reduce_scatter": "reduce_scatter", "_reduce_scatter_base": "reduce_scatter_tensor",
     "reduce_scatter_single": "reduce_scatter_single", "reduce_scatter_single_coalesced": "reduce_scatter_single",
     "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor", "alltoall": "all_to_all",
     "alltoall_base": "all_to_all_single", "all_to_all_single": "all_to_all_single", "barrier": "barrier",
 }  # fmt: skip
+_VITAL = ("allreduce", "send", "recv")  # without these a torch has its methods under other names
 _MESSAGES = {"send": "send", "recv": "recv", "recv_anysource": "recv"}
 _MEETINGS = {"_new_process_group_helper", "init_process_group", "_new_group_with_tag"}
 _C10D = "distributed_c10d.py"
@@ -40,7 +42,7 @@ _FEW = 1024  # operations whose end nobody has waited for, before dead ones are 
 _DEEPEST = 100  # frames, as faulthandler shows
 
 
-class _Tally:
+class Tally:
     """What was begun with one backend of a group. ``sent``, ``received``: how many messages, by rank in the group."""
 
     __slots__ = ("begun", "held", "latest", "messages", "received", "sent", "skipped")
@@ -62,44 +64,64 @@ class _Group:
 
     def __init__(self, group: Any) -> None:
         self.known = weakref.ref(group)
-        self.by_device: dict[str, _Tally] = {}
-        self.numbers = _tally_of_backend(group) or _Tally()
-        if len(parts := _backends(group)) > 1:
+        self.by_device: dict[str, Tally] = {}
+        self.numbers = _tally_of_backend(group) or Tally()
+        if len(parts := process_groups.backends(group)) > 1:
             for _, devices in parts:
-                self.by_device |= dict.fromkeys(devices, _Tally())
+                self.by_device |= dict.fromkeys(devices, Tally())
 
-    def of(self, args: tuple[Any, ...]) -> _Tally:
+    def of(self, args: tuple[Any, ...]) -> Tally:
         return self.numbers if not self.by_device else self.by_device.get(_device_of(args), self.numbers)
 
 
 # (name, numbers, number of the collective, peer in the group, tag); not the group, which it would keep
-_Begun = tuple[str, _Tally, int, "int | None", int]
+Begun = tuple[str, Tally, int, "int | None", int]
 
 _groups: dict[int, _Group] = {}  # by id, since a lookup in a WeakKeyDictionary takes as long as all the rest
-_begins: dict[int, _Begun] = {}  # by thread, what it is about to begin
+_begins: dict[int, Begun] = {}  # by thread, what it is about to begin
 _awaits: dict[int, Any] = {}  # by thread, the work for whose end it waits
-_works: dict[int, tuple[weakref.ref[Any], _Begun]] = {}  # by id
+_works: dict[int, tuple[weakref.ref[Any], Begun]] = {}  # by id
 _messages = 0
 _most = _FEW
-_is_watched = False
+is_watched = False
 
 
 def watch() -> None:
-    """Begins to watch, in this process and its forks."""
-    global _is_watched  # noqa: PLW0603 - a fact about this process
-    if _is_watched:
+    """Begin to watch, in this process and its forks, if this torch has what that takes."""
+    global is_watched  # noqa: PLW0603 - a fact about this process
+    if is_watched or lacks():
         return
-    from torch._C._distributed_c10d import Backend, ProcessGroup, Work
-
-    _is_watched = True
+    is_watched = True
+    backend, process_group, work = _kinds()
     # Where all of torch's functions pass; who holds a group's backend calls that.
-    for kind in (ProcessGroup, Backend):
+    for kind in (process_group, backend):
         for name, words in _COLLECTIVES.items():
             _replace(kind, name, _collective, words)
         for name, words in _MESSAGES.items():
             _replace(kind, name, _message, words)
         _replace(kind, "monitored_barrier", _monitored, "monitored_barrier")
-    _replace(Work, "wait", _waiting, "wait")
+    _replace(work, "wait", _waiting, "wait")
+
+
+def _kinds() -> tuple[Any, Any, Any]:
+    from torch._C import _distributed_c10d as c10d
+
+    return tuple(getattr(c10d, name, object) for name in ("Backend", "ProcessGroup", "Work"))  # type: ignore[return-value]
+
+
+def lacks() -> str:
+    """Return what this torch has not, and what follows; "" if it has all that matters."""
+    if is_watched:
+        return ""
+    _, process_group, work = _kinds()
+    gone = [f"ProcessGroup.{name}" for name in _VITAL if not hasattr(process_group, name)]
+    gone += [] if hasattr(work, "wait") else ["Work.wait"]
+    if not gone:
+        return ""
+    return (
+        f"{', '.join(gone)}: nobody knows which operation a rank waits for: mlaunch why has stacks alone, and ranks "
+        f"that stay are ended by a call that fails"
+    )
 
 
 def _replace(kind: Any, name: str, watched: Callable[..., Callable[..., Any]], words: str) -> None:
@@ -115,19 +137,17 @@ def _named(function: Any, name: str, like: Any) -> Any:
     return named
 
 
-def _of_group(group: Any, args: tuple[Any, ...]) -> _Tally:
+def _of_group(group: Any, args: tuple[Any, ...]) -> Tally:
     found = _groups.get(id(group))
     if found is None or found.known() is not group:
         found = _groups[id(group)] = _Group(group)
     return found.of(args)
 
 
-def _tally_of_backend(backend: Any) -> _Tally | None:
+def _tally_of_backend(backend: Any) -> Tally | None:
     """Returns what is counted of the group to which a backend belongs, if it is one."""
-    from torch.distributed.distributed_c10d import _world
-
-    for group in list(_world.pg_map) if not hasattr(backend, "_device_types") else ():
-        for known, devices in _backends(group):
+    for group in process_groups.everyone() if not process_groups.is_group(backend) else ():
+        for known, devices in process_groups.backends(group):
             if known is backend:
                 _of_group(group, ())
                 return _groups[id(group)].by_device.get(devices[0], _groups[id(group)].numbers)
@@ -196,14 +216,14 @@ def _monitored(begin: Callable[..., Any], words: str) -> Callable[..., Any]:
         __tracebackhide__ = True
         # gloo makes it of messages, another number of them on each rank, in which its own number runs ahead.
         numbers = _of_group(self, ())
-        before, numbers.begun = _raw(self), numbers.begun + 1
+        before, numbers.begun = process_groups.number_of(self), numbers.begun + 1
         at = numbers.begun if before is None else before - numbers.messages - numbers.skipped + 1
         here = threading.get_ident()
         numbers.held, _begins[here] = at, (words, numbers, numbers.begun, None, 0)
         try:
             return begin(self, *args, **kwargs)
         finally:
-            after = _raw(self)
+            after = process_groups.number_of(self)
             if before is not None and after is not None:
                 numbers.skipped += after - before - 1
             numbers.held = None
@@ -227,7 +247,7 @@ def _waiting(wait: Callable[..., Any], _words: str) -> Callable[..., Any]:
     return waiting
 
 
-def _note(work: Any, begun: _Begun) -> None:
+def _note(work: Any, begun: Begun) -> None:
     """Notes which work stands for what was begun. An id is another's once its work is gone, hence the reference."""
     global _most  # noqa: PLW0603 - grows with what is really pending
     if work is None:
@@ -250,46 +270,34 @@ def _device_of(args: tuple[Any, ...]) -> str:
     return getattr(getattr(found, "device", None), "type", "")
 
 
-# What of it is told. All of this is called by the control thread, while the others go on.
+# What is read of it, by the control thread while the others go on
 
 
-def begun_messages() -> int:
-    """Returns how many messages this rank has begun to send or receive, in all groups that there ever were."""
-    return _messages
+def begun_messages() -> int | None:
+    """Return how many messages this rank has begun to send or receive, in all groups that there ever were.
+
+    None: nothing is watched.
+    """
+    return _messages if is_watched else None
 
 
-def _backends(group: Any) -> list[tuple[Any, list[str]]]:
-    """Returns the backends of a group, and which devices each serves."""
-    found: list[tuple[Any, list[str]]] = []
-    for device in getattr(group, "_device_types", ()):
-        backend = group._get_backend(device)
-        devices = next((kinds for known, kinds in found if known is backend), None)
-        if devices is None:
-            found.append((backend, [device.type]))
-        else:
-            devices.append(device.type)
-    return found
+def open_now() -> list[tuple[int, Begun | None]]:
+    """Return what threads begin and wait for now, by thread; None: for an operation that C++ has begun."""
+    awaited = [(thread, *_works.get(id(work), (None, None))) for thread, work in list(_awaits.items())]
+    return [*list(_begins.items()), *((thread, begun) for thread, _, begun in awaited)]
 
 
-def _raw(of: Any) -> int | None:
-    """Returns the number of a group or backend, as torch counts; None if it counts nothing."""
-    try:
-        return int(of._get_sequence_number_for_group())
-    except RuntimeError:
-        return None
-
-
-def numbers_of(name: str, group: Any) -> Iterator[tuple[str, int | None, _Tally]]:
+def numbers_of(name: str, group: Any) -> Iterator[tuple[str, int | None, Tally]]:
     """Yields a name for each backend of a group, the number of collectives that it has begun, and what we have counted.
 
     The number is None where the backend counts nothing: what C++ has begun is not known there.
     """
     held = _groups.get(id(group))
     of_group = held if held is not None and held.known() is group else None
-    for backend, devices in _backends(group):
+    for backend, devices in process_groups.backends(group):
         device = "cpu" if "cpu" in devices else devices[0]
-        numbers = _Tally() if of_group is None else of_group.by_device.get(devices[0], of_group.numbers)
-        number, counts_messages = _raw(backend), backend._get_backend_name() == "gloo"
+        numbers = Tally() if of_group is None else of_group.by_device.get(devices[0], of_group.numbers)
+        number, counts_messages = process_groups.number_of(backend), process_groups.counts_messages(backend)
         if numbers.held is not None:
             number = numbers.held
         elif number is not None:
@@ -297,80 +305,7 @@ def numbers_of(name: str, group: Any) -> Iterator[tuple[str, int | None, _Tally]
         yield f"{name} {device}", number, numbers
 
 
-def told(groups: dict[str, dist.ProcessGroup], made: int) -> Operations:
-    """Says what this rank has begun in these groups, by name, and what its threads wait for.
-
-    ``made``: how many groups torch has made.
-    """
-    import torch.distributed as dist
-
-    rows, parts = [], {}
-    for name, group in groups.items():
-        members = tuple(dist.get_process_group_ranks(group))
-        for part, known, numbers in numbers_of(name, group):
-            number = numbers.begun if known is None else known
-            parts[id(numbers)] = part, number, members
-            sent, received = (
-                tuple((members[peer] if peer >= 0 else peer, count) for peer, count in sorted(counts.items()))
-                for counts in (dict(numbers.sent), dict(numbers.received))
-            )
-            # Else C++ has begun some, of which nobody knows what they are.
-            latest = numbers.latest if number == numbers.begun else ""
-            rows.append(GroupNumbers(part, members, number, latest, sent, received))
-    return Operations(tuple(rows), tuple(_waits(parts)), made)
-
-
-def _waits(parts: dict[int, tuple[str, int, tuple[int, ...]]]) -> Iterator[RankWait]:
-    main, frames = threading.main_thread().ident, sys._current_frames()
-    awaited = [(thread, *_works.get(id(work), (None, None))) for thread, work in list(_awaits.items())]
-    open_now = [*list(_begins.items()), *((thread, begun) for thread, _, begun in awaited)]
-    seen = set()
-    for thread, begun in open_now:
-        if thread in frames:
-            seen.add(thread)
-            yield _wait(begun, parts, _thread_name(thread, main), _place(frames[thread], thread == main))
-    for thread, frame in frames.items():
-        meeting = _meeting(frame) if thread not in seen else None
-        if meeting is not None:
-            name, members, operation = meeting
-            place = _place(frame, thread == main)
-            yield RankWait(_thread_name(thread, main), operation, name, 0, None, 0, members, place)
-
-
-def _wait(
-    begun: _Begun | None, parts: dict[int, tuple[str, int, tuple[int, ...]]], thread: str, at: Frames
-) -> RankWait:
-    if begun is None or id(begun[1]) not in parts:
-        return RankWait(thread, "", "", 0, None, 0, (), at)  # of an operation that C++ has begun
-    words, numbers, number, peer, tag = begun
-    part, reached, members = parts[id(numbers)]
-    if peer is not None:
-        return RankWait(thread, words, part, 0, members[peer] if 0 <= peer < len(members) else ANY, tag, members, at)
-    if numbers.held is None:
-        number += reached - numbers.begun
-    else:
-        number = numbers.held
-    return RankWait(thread, words, part, number, None, 0, members, at)
-
-
-def _thread_name(thread: int, main: int | None) -> str:
-    if thread == main:
-        return ""
-    known = threading._active.get(thread)  # type: ignore[attr-defined]
-    return str(known.name) if known is not None else "a thread"
-
-
-def _place(frame: FrameType | None, is_main: bool) -> Frames:
-    """Returns (file, line, name) of another thread's frames, innermost first; the main thread's are told elsewhere."""
-    frames: list[tuple[str, str, str]] = []
-    while not is_main and frame is not None and not is_bottom(frame.f_code.co_filename) and len(frames) < _DEEPEST:
-        if frame.f_code.co_filename != RUNPY:
-            frames.append((frame.f_code.co_filename, str(frame.f_lineno), frame.f_code.co_name))
-        frame = frame.f_back
-    return tuple(frames)
-
-
-def _meeting(frame: FrameType | None) -> tuple[str, tuple[int, ...], str] | None:
+def meeting(frame: FrameType | None) -> tuple[str, tuple[int, ...], str] | None:
     """Returns name and members of the group that a thread is about to make, and in what; None: it makes none."""
     depth, found = 0, None
     while frame is not None and depth < _DEEPEST:

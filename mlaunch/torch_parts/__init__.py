@@ -1,0 +1,1 @@
+"""What mlaunch takes of torch beyond its documentation: each thing in a module that knows what holds without it."""
