@@ -66,6 +66,7 @@ class RankView:
         is_free: Whether its main thread waits for none of these; None: it waits if it is ahead of somebody.
         entered: None if its control thread has not answered, or it is gone.
         latest: By name of the group, the operation of that number.
+        completed: By name of the group, how many operations its device has done; of groups of which that is known.
         sent: Messages, and ``received``.
         made: How many groups it has made.
         returned: From its function: it will enter nothing more.
@@ -78,6 +79,7 @@ class RankView:
     is_free: bool | None = True
     entered: Entered | None = None
     latest: Mapping[str, str] = field(default_factory=dict)
+    completed: Mapping[str, int] = field(default_factory=dict)
     sent: Messages = field(default_factory=dict)
     received: Messages = field(default_factory=dict)
     made: int = 0
@@ -248,7 +250,8 @@ def _do(ranks: Sequence[int], verb: str) -> str:
     """Says "ranks 0, 2 wait for", "rank 0 is ahead of"."""
     many = len(ranks) > 1
     verb, _, rest = verb.partition(" ")
-    verb = ("are" if many else "is") if verb == "be" else verb if many else f"{verb}s"
+    irregular = {"be": ("is", "are"), "have": ("has", "have")}
+    verb = irregular.get(verb, (f"{verb}s", verb))[many]
     return f"{name_some_ranks(ranks)} {verb} {rest}"
 
 
@@ -405,4 +408,20 @@ def _at_one_number(those: Sequence[tuple[RankView, WaitView]], known: Known) -> 
             f"{who} in {wait.operation}, where they wait for each other at a store: is it hosted at the address that "
             f"they were given?"
         )
-    return f"{who} in {wait.operation}, and none is behind: the device or the network is slow or stuck, or much is sent"
+    slow = "the device or the network is slow or stuck, or much is sent"
+    return f"{who} in {wait.operation}, and none is behind: {'; '.join([slow, *_by_devices(wait.group, known)])}"
+
+
+def _by_devices(group: str, known: Known) -> list[str]:
+    """Say how far devices are in what all ranks have entered, the last one first; "": in which of all groups."""
+    told = []
+    for name in [group] if group else sorted({name for view in known.values() for name in view.completed}):
+        views = [view for view in known.values() if name in view.completed]
+        begun = max((_number(view, name) or 0 for view in views), default=0)
+        ranks: dict[int, list[int]] = {}
+        for view in views:
+            ranks.setdefault(view.completed[name], []).append(view.rank)
+        if ranks and min(ranks) < begun:
+            done = [f"{_do(those, 'have completed')} {count} on the device" for count, those in sorted(ranks.items())]
+            told.append(f"of {begun} operations of {_named(name, views[0])}, {', '.join(done[:_MOST])}")
+    return told

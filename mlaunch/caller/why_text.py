@@ -102,6 +102,7 @@ def _begun(told: Mapping[str, Any] | None) -> dict[str, Any]:
     return {
         "entered": {group["name"]: (tuple(group["members"]), group["number"]) for group in groups},
         "latest": {group["name"]: group["latest"] for group in groups},
+        "completed": {group["name"]: done for group in groups if (done := group.get("completed")) is not None},
         "made": told["made"],
         **counts,
     }

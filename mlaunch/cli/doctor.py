@@ -171,6 +171,7 @@ def _launches() -> Iterator[Finding]:
         yield Finding("launch", PROBLEM, f"two ranks on CPUs failed: {error}")
         return
     yield Finding("torch", OK, f"{found['torch']}; backends {', '.join(found['backends'])}")
+    yield from (Finding("torch", NOTE, lack) for lack in found["lacks"])
     yield _devices(found)
     yield Finding("launch", OK, f"two ranks on CPUs: {first:.1f} s with the fork server's start, then {again:.3f} s")
 
@@ -191,6 +192,7 @@ def _look_around() -> dict[str, Any]:
     import torch
 
     from mlaunch.rank.setup import device
+    from mlaunch.torch_parts import lacking
 
     offered = device.offered()
     found: dict[str, Any] = {
@@ -200,6 +202,7 @@ def _look_around() -> dict[str, Any]:
         "devices": 0,
         "versions": "",
         "error": "",
+        "lacks": lacking.everything(),
     }
     try:
         found["devices"] = torch.accelerator.device_count()

@@ -149,7 +149,9 @@ def _of_torch() -> dict[str, object]:
     import torch
     import torch.multiprocessing
 
-    device = getattr(getattr(torch.utils, "_device", None), "CURRENT_DEVICE", None)
+    from mlaunch.torch_parts import default_device
+
+    device = default_device.that_was_set()
     found: dict[str, object] = {
         "dtype": str(torch.get_default_dtype()).removeprefix("torch."),
         "deterministic": (

@@ -87,11 +87,12 @@ def _of_torch() -> Sequence[State]:
     import torch
 
     from mlaunch.collectives import exchange, local_group
+    from mlaunch.torch_parts import default_device
 
     cudnn = torch.backends.cudnn
     return (
         (torch.get_default_dtype, torch.set_default_dtype),
-        (lambda: getattr(getattr(torch.utils, "_device", None), "CURRENT_DEVICE", None), torch.set_default_device),
+        (default_device.that_was_set, torch.set_default_device),
         (torch.is_grad_enabled, torch.set_grad_enabled),
         (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
         (_deterministic, lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1])),

@@ -153,7 +153,7 @@ def _told(known: Mapping[str, dist.ProcessGroup], made: int) -> Operations:
 
     rows, parts = [], {}
     for name, group in known.items():
-        members = tuple(dist.get_process_group_ranks(group))
+        members, pending = tuple(dist.get_process_group_ranks(group)), _pending(name, group)
         for part, counted, numbers in numbers_of(name, group):
             number = numbers.begun if counted is None else counted
             parts[id(numbers)] = part, number, members
@@ -163,8 +163,19 @@ def _told(known: Mapping[str, dist.ProcessGroup], made: int) -> Operations:
             )
             # Else C++ has begun some, of which nobody knows what they are.
             latest = numbers.latest if number == numbers.begun else ""
-            rows.append(GroupNumbers(part, members, number, latest, sent, received))
+            left = pending.get(part.rpartition(" ")[2])
+            done = None if left is None else max(0, number - left)
+            rows.append(GroupNumbers(part, members, number, latest, sent, received, done))
     return Operations(tuple(rows), tuple(_waits(parts)), made)
+
+
+def _pending(name: str, group: dist.ProcessGroup) -> dict[str, int]:
+    """Return how many collectives of a group its devices have not done; on CPUs, threads wait for those."""
+    if {device.type for device in process_groups.devices_of(group)} <= {"cpu"}:
+        return {}
+    from mlaunch.torch_parts import recorder
+
+    return recorder.pending_of(name, group)
 
 
 def _waits(parts: dict[int, tuple[str, int, tuple[int, ...]]]) -> Iterator[RankWait]:

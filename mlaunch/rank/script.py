@@ -10,7 +10,6 @@ import atexit
 import gc
 import importlib
 import importlib.util
-import inspect
 import io
 import os
 import pkgutil
@@ -114,15 +113,12 @@ def _seed_afresh() -> None:
 
 
 def _bind_to_numa_node(local_rank: int, mode: str) -> None:
+    from mlaunch.torch_parts import numa
+
     try:
-        from torch.numa import binding
-    except ModuleNotFoundError as error:
-        raise misuse(RuntimeError("--numa-binding: this torch has no torch.numa; a later one has")) from error
-    options = binding.NumaOptions(affinity_mode=binding.AffinityMode(mode))
-    bind: Callable[..., None] = binding._maybe_apply_numa_binding_to_current_process
-    # torch 2.14 calls it by another name.
-    index = next(name for name in ("device_index", "gpu_index") if name in inspect.signature(bind).parameters)
-    bind(**{index: local_rank, "numa_options": options})
+        numa.bind(local_rank, mode)
+    except RuntimeError as error:
+        raise misuse(error) from error.__cause__
 
 
 # What there is to run

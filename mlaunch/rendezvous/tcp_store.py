@@ -13,6 +13,7 @@ import os
 import socket
 from collections.abc import Callable
 from datetime import timedelta
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.base import linux
@@ -82,10 +83,14 @@ def rendezvous(url: str, rank: int, world_size: int, timeout: timedelta) -> dist
 def host_all_but(address: str, port: int) -> None:
     """Make torch's own rendezvous connect to the store at this address, and host in rank 0 at any other.
 
-    For functions, which may use another port besides: torchrun's variable would leave that without a store.
+    For functions, which may use another port besides: torchrun's variable would leave that without a store. It is set
+    where this torch makes its stores in another way.
     """
     torchs: Any = importlib.import_module("torch.distributed.rendezvous")
-    host = torchs._create_c10d_store
+    host = getattr(torchs, "_create_c10d_store", None)
+    if host is None:
+        os.environ[HOSTED_BY_AGENT] = "True"
+        return
     known = {(address, port), ("localhost", port)}
 
     def create(hostname: str, at: int, rank: int, world_size: int, timeout: timedelta, *args: Any) -> dist.Store:
@@ -134,7 +139,7 @@ def _do_without() -> None:
     os.environ[VARIABLE] = "0"
     torchs: Any = importlib.import_module("torch.distributed.rendezvous")
     # Once: forks of a fork server that has done it come here again.
-    if not isinstance(torchs.TCPStore, functools.partial):
+    if not isinstance(getattr(torchs, "TCPStore", None), (functools.partial, NoneType)):
         torchs.TCPStore = functools.partial(torchs.TCPStore, use_libuv=False)
 
 

@@ -141,5 +141,9 @@ def number_of(found: Any) -> int | None:
 
 def counts_messages(backend: Any) -> bool:
     """True if messages are among those. NCCL's backends, old and new (``nccl2``), number them by themselves."""
-    ask = getattr(backend, "_get_backend_name", None) or backend.name
-    return bool(ask() == "gloo")
+    return backend_name(backend) == "gloo"
+
+
+def backend_name(backend: Any) -> str:
+    """Return torch's name of a backend: "gloo", "nccl", "nccl2"."""
+    return str((getattr(backend, "_get_backend_name", None) or backend.name)())

@@ -9,14 +9,15 @@ import pytest
 
 # Each case in a fork of one process: it takes names away from torch. There is a default group, and another one.
 CASES = """
-import contextlib, io, os, sys, traceback
+import contextlib, io, json, os, sys, traceback
 from datetime import timedelta
 from types import SimpleNamespace
 import torch, torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from mlaunch.collectives import seal
 from mlaunch.rank import in_step
-from mlaunch.torch_parts import lacking, limits, operations, process_groups
+from mlaunch.rendezvous import tcp_store
+from mlaunch.torch_parts import default_device, lacking, limits, operations, process_groups
 
 ONE = torch.ones(1)
 
@@ -87,10 +88,65 @@ def any_limit():
     assert said.getvalue().count("so limits of groups that are there stay while somebody debugs") == 1, said.getvalue()
     assert backend.options._timeout == timedelta(seconds=7)
 
-def nothing():
-    assert lacking.everything() == []
+def the_default_device():
+    assert default_device.that_was_set() is None
+    torch.set_default_device("meta")
+    torch.utils._device = SimpleNamespace()
+    assert default_device.that_was_set().type == "meta"
+    torch.set_default_device("cpu")
+    assert default_device.that_was_set() is None
+    assert "CURRENT_DEVICE" in lacking.everything()[0]
 
-for case in (the_registry, the_backends, the_numbers, the_methods, the_limit_of_old_backends, any_limit, nothing):
+def numa():
+    binding = SimpleNamespace(AffinityMode=str, NumaOptions=lambda affinity_mode: affinity_mode)
+    sys.modules["torch.numa"] = SimpleNamespace(binding=binding)
+    from mlaunch.torch_parts import numa as part
+    for found in (None, lambda index, numa_options: None):
+        binding._maybe_apply_numa_binding_to_current_process = found
+        with contextlib.suppress(RuntimeError):
+            part.bind(0, "node")
+            raise AssertionError
+    seen = []
+    binding._maybe_apply_numa_binding_to_current_process = lambda gpu_index, numa_options: seen.append(gpu_index)
+    part.bind(3, "node")
+    assert seen == [3]
+
+def the_hosting_of_a_store():
+    torchs = sys.modules["torch.distributed.rendezvous"]
+    del torchs._create_c10d_store, torchs.TCPStore
+    tcp_store.host_all_but("127.0.0.1", 1)
+    assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"  # torch's own word for it
+    tcp_store._do_without()
+
+def the_recorder():
+    "What torch has really recorded, as if a device had not done the last two."
+    for _ in range(4):
+        dist.all_reduce(ONE)
+    real = json.loads(c10d._dump_fr_trace_json(includeCollectives=True, onlyActive=False))
+    for entry in real["entries"][-2:]:
+        entry["retired"] = False
+    backend = SimpleNamespace(_get_backend_name=lambda: "nccl2", _get_sequence_number_for_group=lambda: 4)
+    process_groups.backends = lambda group: [(backend, ["cuda"])] if group is dist.group.WORLD else []
+    process_groups.devices_of = lambda group: [torch.device("cuda")]
+    c10d._dump_fr_trace_json = lambda **options: json.dumps(real) if options["backend"] == "nccl2" else 1 / 0
+    [row] = in_step.entered().groups
+    assert (row.name, row.number, row.completed) == ("0 cuda", 4, 2), row
+    c10d._dump_fr_trace_json = lambda includeCollectives=True, onlyActive=False: 1 / 0  # as before torch 2.15
+    assert in_step.entered().groups[0].completed is None
+    backend._get_backend_name = lambda: "nccl"
+    c10d._dump_nccl_trace_json = lambda **options: json.dumps(real)
+    assert in_step.entered().groups[0].completed == 2
+    real["entries"] = []
+    assert in_step.entered().groups[0].completed == 4
+    del c10d._dump_fr_trace_json, c10d._dump_nccl_trace_json
+    assert in_step.entered().groups[0].completed is None
+    assert "_dump_fr_trace_json, so mlaunch why does not say which device" in lacking.everything()[0]
+
+def nothing():
+    assert [lack for lack in lacking.everything() if "torch.numa" not in lack] == []  # before 2.9
+
+for case in (the_registry, the_backends, the_numbers, the_methods, the_limit_of_old_backends, any_limit,
+             the_default_device, numa, the_hosting_of_a_store, the_recorder, nothing):
     sys.stdout.flush()
     if (pid := os.fork()) == 0:
         try:  # each with its own group, whose threads no fork has

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import configparser
 import functools
+import importlib
 import json
 import re
 import subprocess
@@ -226,3 +227,45 @@ def test_texts_have_their_encoding() -> None:
         if isinstance(node, ast.Call) and lacks_encoding(node)
     ]
     assert not found
+
+
+# Where torch has what it documents nothing of.
+TORCHS = (
+    "torch", "torch._C", "torch._C._distributed_c10d", "torch.cuda", "torch.distributed", "torch.library",
+    "torch.utils", "torch.distributed.distributed_c10d", "torch.distributed.rendezvous",
+    "torch.storage", "torch.xpu",
+)  # fmt: skip
+# Python's own, under the same names; and the packages of all that is private.
+NOT_TORCHS = {"_", "_C", "_abc_impl", "_distributed_c10d", "_handle", "_member_type_", "_run"}
+
+
+def private_names_of_torch() -> set[str]:
+    modules = [importlib.import_module(name) for name in TORCHS]
+    kinds = [found for module in modules for found in vars(module).values() if issubclass(type(found), type)]
+    theirs = [kind for kind in kinds if kind.__module__.partition(".")[0] == "torch"]
+    names = {name for found in (*modules, *theirs) for name in vars(found)}
+    return {name for name in names if name.startswith("_") and not name.startswith("__")} - NOT_TORCHS
+
+
+def private_names_in(module: ast.Module) -> set[str]:
+    """Names of others with an underscore: attributes of what is not one's own object or class, and names in strings."""
+    found = set()
+    for node in ast.walk(module):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in {"self", "cls", "super()"}:
+            found.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            found.add(node.value)
+        elif isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "torch":
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+def test_what_is_private_of_torch_is_named_once() -> None:
+    """So that one module is to be changed when a torch renames it, and one knows what holds without it."""
+    private, named = private_names_of_torch(), dict[str, list[str]]()
+    assert {"_world", "_get_sequence_number_for_group", "_create_c10d_store"} <= private
+    for path in sorted((ROOT / "mlaunch").rglob("*.py")):
+        for name in private_names_in(tree_of(path)) & private:
+            named.setdefault(name, []).append(str(path.relative_to(ROOT)))
+    assert not {name: paths for name, paths in named.items() if len(paths) > 1}
+    assert len(named) > 10  # it has found them

@@ -177,3 +177,20 @@ def test_parts_of_one_launch_on_one_machine_are_asked_together() -> None:
     part, other = ({"id": "a", "ranks": [{"rank": rank} for rank in ranks]} for ranks in ((2, 3), (0, 1)))
     alone = {"id": "b", "ranks": [{"rank": 0}]}
     assert whole([part, alone, other]) == [{"id": "a", "ranks": [{"rank": rank} for rank in range(4)]}, alone]
+
+
+def test_which_device_is_behind_in_what_all_have_entered() -> None:
+    """A program may be far ahead of its device: all have begun the same, as their own numbers say."""
+    wait, entered = WaitView("synchronize", "in synchronize"), {"0 cuda": (WORLD, 42)}
+    views = [
+        RankView(rank, wait.doing, "synchronize", (wait,), None, entered, completed={"0 cuda": done})
+        for rank, done in enumerate((41, 40, 41))
+    ]
+    assert why(views) == (
+        "all ranks are in synchronize, and none is behind: the device or the network is slow or stuck, or much is "
+        "sent; of 42 operations of the default group, rank 1 has completed 40 on the device, ranks 0, 2 have completed "
+        "41 on the device"
+    )
+    group = GROUP | {"name": "0 cuda", "completed": 2}
+    told = {"rank": 0, "state": "running", "frames": [], "entered": OPERATIONS | {"groups": [group]}}
+    assert view_of(told).completed == {"0 cuda": 2}

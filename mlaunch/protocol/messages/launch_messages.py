@@ -203,7 +203,8 @@ class RankGone:
 class GroupNumbers:
     """What a rank has begun with one backend of a process group: ``number`` collectives, and messages.
 
-    ``latest``: the collective of that number; "": not known.
+    ``latest``: the collective of that number; "": not known. ``completed``: how many of them the device has done; None:
+    torch's flight recorder does not tell.
     """
 
     name: str
@@ -212,6 +213,7 @@ class GroupNumbers:
     latest: str = ""
     sent: Counts = ()
     received: Counts = ()
+    completed: int | None = None
 
 
 @frozen_record
