@@ -15,7 +15,8 @@ from mlaunch.agent.debug_visit import DebugVisit
 from mlaunch.agent.questions import Questions
 from mlaunch.protocol import visitors
 from mlaunch.protocol.visitors import DEBUG
-from mlaunch.rank.setup.group import HeldLimits
+from mlaunch.rank.setup import device
+from mlaunch.torch_parts.limits import HeldLimits
 
 
 def test_the_callers_own_debugger_goes_first() -> None:
@@ -33,8 +34,8 @@ def test_the_callers_own_debugger_goes_first() -> None:
 def test_limits_are_lifted_and_given_back() -> None:
     group = dist.new_group(timeout=timedelta(seconds=7))
     limits = HeldLimits()
-    limits.hold()
-    limits.hold()
+    limits.hold(device.limit(None))
+    limits.hold(device.limit(None))
     assert limit_of(group) > timedelta(days=1)
     later = dist.new_group()
     limits.give_back()
