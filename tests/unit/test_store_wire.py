@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from mlaunch.rendezvous.address import LOOPBACK, listen
 from mlaunch.rendezvous.gate import store_keys
 from mlaunch.rendezvous.gate.store_connection import StoreConnection
 from mlaunch.rendezvous.gate.store_keys import StoreKeys
-from mlaunch.rendezvous.gate.torch_protocol import Asked, Requests
+from mlaunch.rendezvous.gate.torch_protocol import _MAGIC, Asked, Requests, UnknownRequestError
 from mlaunch.rendezvous.tcp_store import connect
 from tests.unit.stores import store_of_a_launch, store_of_one_machine, store_of_torch
 
@@ -55,6 +56,19 @@ LOCAL = {"has_extended_api", "host", "libuvBackend", "port", "set_timeout", "tim
 def test_all_that_a_client_can_ask_is_known() -> None:
     offered = {name for name in dir(dist.TCPStore) if not name.startswith("_")}
     assert not offered - KNOWN - LOCAL
+
+
+def test_a_request_that_no_torch_has_made_is_refused_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Only of torch's clients, not of who looks for open ports."""
+    greeting, unknown = bytes([Asked.VALIDATE]) + _MAGIC.to_bytes(4, "little"), b"\xc8"
+    for pieces in ([unknown], [greeting, unknown], [greeting + unknown]):
+        connection = StoreConnection(StoreKeys(), lambda _: None)
+        for piece in pieces[:-1]:
+            connection.feed(piece)
+        with pytest.raises(UnknownRequestError, match="request 200"):
+            connection.feed(pieces[-1])
+    [told] = [record.getMessage() for record in caplog.records]
+    assert re.search(r"\(request 200\), and refused: torch \S+ asks otherwise .* \(2\.6 to [\d.]+\); install one", told)
 
 
 def test_values(port: int) -> None:

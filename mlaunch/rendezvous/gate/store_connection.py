@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 from mlaunch.rendezvous.gate.store_keys import StoreKeys, Wait
@@ -14,6 +15,7 @@ from mlaunch.rendezvous.gate.torch_protocol import (
     Asked,
     Request,
     Requests,
+    UnknownRequestError,
     check_greeting,
 )
 
@@ -34,12 +36,17 @@ class StoreConnection:
 
     def feed(self, piece: bytes) -> None:
         """Does what the client asks. ValueError or LookupError if that cannot be: close the connection."""
-        for request in self._requests.feed(piece):
-            if self._greeted:
-                self._do(request)
-            else:
-                check_greeting(request)
-                self._greeted = True
+        try:
+            for request in self._requests.feed(piece):
+                if self._greeted:
+                    self._do(request)
+                else:
+                    check_greeting(request)
+                    self._greeted = True
+        except UnknownRequestError as error:
+            if self._greeted:  # else it may be anybody who looks for open ports
+                _tell_of_unknown(str(error))
+            raise
         if not self._greeted and self._requests.unfinished > _GREETING:
             raise ValueError("no client of torch's store")
         # Half a request counts, too: otherwise many clients that never end one would fill the memory.
@@ -76,6 +83,20 @@ class StoreConnection:
     def _go(self) -> None:
         self._wait = None
         self._answer(GO)
+
+
+@functools.lru_cache(1)  # once in a process, whose store all ranks ask the same
+def _tell_of_unknown(what: str) -> None:
+    import importlib.metadata
+
+    from mlaunch.base.log import log
+    from mlaunch.torch_parts.lacking import TRIED
+
+    log.warning(
+        "the launch's store was asked what it does not know (%s), and refused: torch %s asks otherwise than the "
+        "releases that mlaunch was tried with (%s); install one of these",
+        what, importlib.metadata.version("torch"), TRIED,
+    )  # fmt: skip
 
 
 def _set(keys: StoreKeys, strings: list[bytes], _: int) -> bytes:

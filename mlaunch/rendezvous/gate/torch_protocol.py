@@ -1,5 +1,7 @@
 """How torch's clients of a store speak, which is torch's own affair: one test fails as soon as it changes.
 
+A client that asks what is not known here is refused, and the user is told which torch was tried.
+
 A request is a byte that says what is asked, then strings (each after its length), then maybe a number. Some have as
 many strings as they say first. All numbers are little-endian; lengths, counts and most others have 8 bytes.
 """
@@ -18,6 +20,10 @@ _MOST_STRINGS = 1 << 17  # in a request, and bytes of a string, that torch's own
 LONGEST = 1 << 23
 _EACH = 40  # bytes that Python takes for a string besides
 GO, GIVEN_UP = b"\0", b"\1"
+
+
+class UnknownRequestError(ValueError):
+    """Means that a client asks what none of the torches asks that were tried."""
 
 
 class Asked(IntEnum):
@@ -44,6 +50,7 @@ class Asked(IntEnum):
     MEET = 18
 
 
+_CODES = frozenset(Asked)
 # How many strings follow: a number of them, or that many for each of a count that comes first.
 _STRINGS = {
     Asked.SET: 2, Asked.COMPARE_SET: 3, Asked.GET: 1, Asked.ADD: 1, Asked.DELETE: 1, Asked.APPEND: 2, Asked.PUSH: 2,
@@ -92,6 +99,8 @@ class Requests:
             code = self._take(1)
             if code is None:
                 return None
+            if code[0] not in _CODES:
+                raise UnknownRequestError(f"request {code[0]}")
             asked = Asked(code[0])
             request = self._open = Request(asked, None if asked in _COUNTED else _STRINGS.get(asked, 0), [])
         return request if self._complete(request) else None
