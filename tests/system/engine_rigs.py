@@ -23,7 +23,7 @@ from tests.system import slurm
 from tests.system.network import Host, free_port
 from tests.users import users_environ
 
-_CALLER = str(ROOT / "tests" / "system" / "engine_caller.py")
+_CALLER = ("-m", "tests.system.engine_caller")  # of the tree, where its processes run
 _TIMEOUT = 60.0  # seconds
 _RAY = str(ROOT / "tests" / "system" / "ray_cluster.py")
 MPIRUN = "mpirun --allow-run-as-root --oversubscribe --bind-to none --mca oob_tcp_if_include lo -np 2"
@@ -40,7 +40,7 @@ class Rig:
 
     def _start(self) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [*self._prefix, sys.executable, _CALLER, self.engine, "2"],
+            [*self._prefix, sys.executable, *_CALLER, self.engine, "2"],
             env=self.environ,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
