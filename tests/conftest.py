@@ -139,16 +139,22 @@ def nothing_left_behind(request: pytest.FixtureRequest):  # type: ignore[no-unty
     before = _what_is_there(request.config)
     family = set(ours())
     yield
-    after = _what_is_there(request.config)
+    try:
+        left = _what_is_left(request.config, before)
+        assert not left, "\n".join(left)
+    except AssertionError:
+        _kill_new(family, launches.server_pid())
+        raise
+
+
+def _what_is_left(config: pytest.Config, before: dict[str, object]) -> list[str]:
+    after = _what_is_there(config)
     if after != before:
         mlaunch.launcher(lambda: None, n_gpus=1)()  # after it, the fork server has reaped what ended before it
-        after = _what_is_there(request.config)
+        after = _what_is_there(config)
     if _differs(before["shared memory"], after["shared memory"]):
         after["shared memory"] = _wait_for_removal(before["shared memory"])
-    left = [f"{name}: {_difference(was, after[name])}" for name, was in before.items() if _differs(was, after[name])]
-    if left:
-        _kill_new(family, launches.server_pid())
-    assert not left, "\n".join(left)
+    return [f"{name}: {_difference(was, after[name])}" for name, was in before.items() if _differs(was, after[name])]
 
 
 def _kill_new(family: set[int], server: int) -> None:

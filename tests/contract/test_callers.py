@@ -154,7 +154,8 @@ def train(stays):
     if stays:
         signal.signal(signal.SIGTERM, end)
         os.write(os.open(f"/proc/{caller}/fd/{writer}", os.O_WRONLY), b"%8d" % os.getpid())
-        signal.pause()
+        while True:
+            signal.pause()  # it returns after each signal, such as that which asks for stacks
 
 def states():
     return [(rank["state"], rank["pid"]) for launch in ask(STATUS) for rank in launch["ranks"]]

@@ -842,7 +842,6 @@ def test_a_machine_that_leaves_waits_for_its_ranks_at_rest(engine: Threads, monk
     assert 0 < sum(looks) < 100
 
 
-@pytest.mark.slow
 def test_a_lease_is_renewed(engine: Threads) -> None:
     engine.lease = 0.5
     with engine.hold(n_gpus=1) as cluster:

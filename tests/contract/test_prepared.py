@@ -40,7 +40,6 @@ def pids(call: launcher[[], tuple[int, tuple[str, ...], float]]) -> list[int]:
     return [pid for pid, _, _ in call()]
 
 
-@pytest.mark.slow
 def test_the_next_call_takes_what_was_prepared_and_each_call_gets_other_processes() -> None:
     call = launcher(who, 2)
     seen = pids(call)
@@ -51,7 +50,6 @@ def test_the_next_call_takes_what_was_prepared_and_each_call_gets_other_processe
     assert len(set(seen)) == len(seen)
 
 
-@pytest.mark.slow
 def test_a_prepared_launch_serves_other_functions_arguments_and_command_lines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -186,7 +184,6 @@ def test_no_call_notices_a_prepared_process_that_dies_or_is_stopped(
     assert "error" not in capfd.readouterr().err.lower()
 
 
-@pytest.mark.slow
 def test_the_first_launch_can_be_prepared_too() -> None:
     with pytest.raises(TypeError, match="n_gpus"):
         mlaunch.warm_up(n_gpu=2, preload=["large"])  # type: ignore[call-arg]

@@ -51,6 +51,7 @@ from mlaunch.protocol.stack_dump import STACKS_TIMEOUT
 from mlaunch.rank import function, in_step
 from mlaunch.rank.base import Rank
 from mlaunch.rank.in_step import Numbers
+from mlaunch.torch_parts import process_groups
 from tests.processes import said_in_fork
 
 BOTTOM = function.__file__
@@ -1086,7 +1087,7 @@ def test_each_backend_of_a_group_is_asked_for_its_number(monkeypatch: pytest.Mon
 
     kinds = [SimpleNamespace(type=kind) for kind in numbers]
     group: Any = SimpleNamespace(_device_types=kinds, _get_backend=backend_of, _get_sequence_number_for_group=lambda: 1)
-    monkeypatch.setattr(in_step, "_groups", lambda: {"g": group})
+    monkeypatch.setattr(process_groups, "by_name", lambda: {"g": group})
     monkeypatch.setattr("torch.distributed.get_process_group_ranks", lambda _: [0, 1])
     in_step.begin_call(1)
     before = in_step.since_the_call()
