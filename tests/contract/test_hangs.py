@@ -334,6 +334,7 @@ def test_a_rank_that_stays_and_is_out_of_step() -> None:
     assert future.cancelled() or future.exception() is not None
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_slow_runs_that_are_healthy_are_not_accused() -> None:
     """One of most kinds; ``python -m tests.healthy_runs`` makes more."""

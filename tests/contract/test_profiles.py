@@ -181,7 +181,6 @@ def test_a_path_that_cannot_be_written(tmp_path: Path, path: str, why: str) -> N
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.nightly
 @pytest.mark.slow  # torch's profiler imports for seconds
 def test_machines_of_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their parts come to the caller, who makes one file of them; nothing stays on the machines."""

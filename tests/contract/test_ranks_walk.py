@@ -289,6 +289,7 @@ class Walk:
         return [self.chance.choice(list(self.held))] if self.held else []
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_random_walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)

@@ -170,6 +170,7 @@ def test_ctrl_c_tells_where_the_ranks_were() -> None:
     assert f"was interrupted; ranks 0-1 were in wait at {HERE}:" in error.__notes__[0]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_cause_is_right_every_time_under_load() -> None:
     """Random culprits, both kinds of failure, more ranks than cores."""

@@ -75,12 +75,14 @@ def test_a_third_of_the_trials_fail() -> None:
     assert found.right + found.failed + found.survived == 30
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_trials_with_ddp_are_pruned_at_one_step() -> None:
     found = pruned(3)
     assert (found.at_one_step, found.never) == (3, 0)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_script_is_killed_in_a_sweep(tmp_path: Path) -> None:
     found = killed(tmp_path, 12)

@@ -148,6 +148,7 @@ def test_tensors_with_history_come_back() -> None:
     assert launcher(loss, 2)()[1].item() == 6
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_two_gib_come_back_whole() -> None:
     size = 2**31 + 12345
@@ -424,6 +425,7 @@ assert back is strict
 """
 
 
+@pytest.mark.nightly
 def test_a_compiled_function_keeps_its_options(run_script) -> None:  # type: ignore[no-untyped-def]
     done = run_script(COMPILED)
     assert done.returncode == 0, done.stderr

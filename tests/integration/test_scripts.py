@@ -161,7 +161,7 @@ def numbers(cwd: Path, launcher: list[str], *args: str) -> list[list[float]]:
     ("text", "libraries"),
     [
         pytest.param(TUTORIAL, [], id="tutorial"),
-        pytest.param(ACCELERATE, ["accelerate"], id="accelerate"),
+        pytest.param(ACCELERATE, ["accelerate"], id="accelerate", marks=pytest.mark.nightly),
         pytest.param(LIGHTNING, ["lightning"], id="Lightning", marks=pytest.mark.nightly),
         pytest.param(TRAINER, ["transformers", "accelerate"], id="Trainer", marks=pytest.mark.nightly),
     ],

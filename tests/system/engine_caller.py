@@ -427,8 +427,9 @@ def main() -> None:
             held = made.hold(machines, SIZE)
             print(json.dumps(held.hosts), flush=True)
             continue
-        if name == "close" and held is not None:
-            held.close()
+        if name == "close":
+            if held is not None:
+                held.close()
             print(json.dumps("closed"), flush=True)
             continue
         engine = held if how == "held" else OnItsOwn(made, machines)

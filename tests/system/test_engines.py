@@ -283,6 +283,7 @@ def test_a_caller_that_falls_silent_leaves_nothing(rig: Rig) -> None:
 
 @pytest.mark.nightly("ray")
 def test_a_caller_that_is_killed_leaves_nothing(rig: Rig) -> None:
+    rig.ask("close")  # what other tests hold would be all that there is
     rig.say("processes")
     pids = rig.hear()["pids"]
     rig.kill()

@@ -554,6 +554,7 @@ def test_only_the_address_of_the_master_listens(namespaces: Namespaces) -> None:
         assert listening == {"0100007F", "01004D0A"}  # 127.0.0.1, 10.77.0.1
 
 
+@pytest.mark.nightly
 def test_each_machine_writes_a_profile_of_its_ranks(network: Network, tmp_path: Path) -> None:
     """In a file of its own, here on a file system that both have, with numbers that fit together."""
     path = str(tmp_path / "trace.json.gz")

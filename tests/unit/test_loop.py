@@ -23,7 +23,7 @@ def fast_tests(config: pytest.Config) -> list[pytest.Item]:
     items = config.stash[COLLECTED]
     if {item.path for item in items} < set((ROOT / "tests").rglob("test_*.py")):
         pytest.skip("only a part of the suite was collected")
-    return [item for item in items if not (item.get_closest_marker("slow") or item.get_closest_marker("fresh"))]
+    return [item for item in items if not any(map(item.get_closest_marker, ("slow", "fresh", "nightly")))]
 
 
 def named_by(item: pytest.Item) -> set[str]:
@@ -198,9 +198,12 @@ INSIDE = {
     "mlaunch.cli.warm_command": "test_wrong_command_lines",
 }
 # A member that is a process is a fresh interpreter, as is a fork server that outlives its caller, and a command with a
-# terminal that attaches to ranks: test_engine_parts.py, test_warm.py and test_attaching.py run these.
+# terminal that attaches to ranks: test_engine_parts.py, test_warm.py and test_attaching.py run these. What torch lacks
+# is tried by test_torch_parts.py, in processes from which its names are taken.
 FRESH = {"mlaunch.member.main", "mlaunch.caller.server.zygote_upkeep", "mlaunch.protocol.messages.zygote_messages"}
 FRESH |= {"mlaunch.rank.debugging.visit", "mlaunch.base.inherited"}
+FRESH |= {"mlaunch.member.trace_parts"}  # of a profile on machines: torch's profiler alone takes seconds to import
+FRESH |= {f"mlaunch.torch_parts.{name}" for name in ("lacking", "numa", "recorder")}
 FRESH |= {f"mlaunch.forkserver.{name}" for name in ("takeover", "zygote", "zygote_start")}
 
 

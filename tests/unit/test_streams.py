@@ -67,7 +67,6 @@ async def rank(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     return await asyncio.open_connection(LOOPBACK, port)
 
 
-@pytest.mark.slow
 def test_a_rank_waits_while_the_gate_does_not_read() -> None:
     """Its machine's link keeps little of what it says meanwhile; all of it comes in the end."""
 
