@@ -17,6 +17,8 @@ from mlaunch.caller.output.lines import LineSplitter, Tails, WriteTimes
 from mlaunch.caller.output.merging import Merger
 from mlaunch.caller.output.output_plan import LaunchNumber
 
+pytest.importorskip("torch", reason="its ranks need torch")
+
 
 class Place:
     """An area that shows nothing."""

@@ -15,6 +15,7 @@ from tests.another_user import said_by_another_user
 
 def test_an_adapter_serves_its_user_alone() -> None:
     """IDEs at one port, at the other the rank, which knows the token."""
+    pytest.importorskip("torch", reason="its ranks need torch")
     for_ides, for_rank, token = ide_adapter.start_adapter("rank 0 of f()")
 
     def connect(port: int) -> str:
@@ -40,6 +41,7 @@ def test_which_ranks_wait() -> None:
 
 
 def test_an_ide_that_was_closed_keeps_no_rank(capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch", reason="its ranks need torch")
     with Server() as server:
         port = server.py_server_port
     at = {"host": "127.0.0.1", "port": port, "server_token": None, "client_token": None, "parent": 1, "path": "/"}

@@ -15,6 +15,8 @@ from mlaunch.protocol.messages.launch_messages import AgentFailed, AgentStarted,
 from mlaunch.protocol.spec import LaunchSpec
 from tests.contract.conftest import as_users_have_it
 
+pytest.importorskip("torch", reason="its ranks need torch")
+
 __all__ = ["as_users_have_it"]  # a fixture
 
 

@@ -8,6 +8,8 @@ from mlaunch import launcher
 from mlaunch.base.process_name import name_process
 from tests.contract.test_process_names import shown
 
+pytest.importorskip("torch", reason="its ranks need torch")
+
 
 @pytest.mark.parametrize(
     ("role", "short"),

@@ -19,6 +19,8 @@ from tests.unit.test_flags import parse
 
 SCRIPT = """
 import os
+
+pytest.importorskip("torch", reason="its ranks need torch")
 held = [number for number in os.listdir("/proc/self/fd") if "/device." in os.path.realpath(f"/proc/self/fd/{number}")]
 print(os.environ["WORLD_SIZE"], os.environ["MLAUNCH_LEASED"], "is held" if held else "is not held", flush=True)
 """

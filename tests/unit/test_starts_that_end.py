@@ -19,6 +19,8 @@ LIMIT = 60.0  # seconds
 # It says that it is there, and waits in C, where Python runs no handler of a signal.
 SLOW = """
 import os
+
+pytest.importorskip("torch", reason="its ranks need torch")
 with open("{begun}", "w"):
     pass
 with open("{go}"):

@@ -29,6 +29,7 @@ INTERNAL = (
     "a record of ",
     "a line that is too long",
     "a request with ",
+    "request …",
     "no client of torch's store",
     "a client ",
     "what answers there is no master of mlaunch",

@@ -101,6 +101,7 @@ def test_devices_that_cannot_be_counted(answer: object, words: str) -> None:
 
 
 def test_a_spawned_interpreter_that_dies_before_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch", reason="its ranks need torch")
     start = start_server.start_interpreter
 
     def start_and_kill(environ: dict[str, str]) -> ForkServer:
