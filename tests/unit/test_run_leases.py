@@ -17,10 +17,10 @@ from tests.processes import wait_until
 from tests.system.commands import run, start, write
 from tests.unit.test_flags import parse
 
+pytest.importorskip("torch", reason="its ranks need torch")
+
 SCRIPT = """
 import os
-
-pytest.importorskip("torch", reason="its ranks need torch")
 held = [number for number in os.listdir("/proc/self/fd") if "/device." in os.path.realpath(f"/proc/self/fd/{number}")]
 print(os.environ["WORLD_SIZE"], os.environ["MLAUNCH_LEASED"], "is held" if held else "is not held", flush=True)
 """

@@ -15,12 +15,12 @@ from mlaunch.caller.server.start_server import Interpreter, start_interpreter
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.launch_messages import Ready
 
+pytest.importorskip("torch", reason="its ranks need torch")
+
 LIMIT = 60.0  # seconds
 # It says that it is there, and waits in C, where Python runs no handler of a signal.
 SLOW = """
 import os
-
-pytest.importorskip("torch", reason="its ranks need torch")
 with open("{begun}", "w"):
     pass
 with open("{go}"):
