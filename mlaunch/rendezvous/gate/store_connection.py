@@ -92,10 +92,14 @@ def _tell_of_unknown(what: str) -> None:
     from mlaunch.base.log import log
     from mlaunch.torch_parts.lacking import TRIED
 
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:  # this process needs none, and some builds do not register theirs
+        version = "of its ranks"
     log.warning(
         "the launch's store was asked what it does not know (%s), and refused: torch %s asks otherwise than the "
         "releases that mlaunch was tried with (%s); install one of these",
-        what, importlib.metadata.version("torch"), TRIED,
+        what, version, TRIED,
     )  # fmt: skip
 
 
