@@ -34,6 +34,7 @@ from mlaunch.rank import stop_point
 from mlaunch.rank.stop_point import StopPoint, stopping
 from mlaunch.rendezvous.gate.gate_stop import GateStop
 from mlaunch.rendezvous.link import stop_words
+from tests.conftest import TORCH
 from tests.processes import said_in_fork
 
 
@@ -346,8 +347,8 @@ def test_orders_of_the_gate() -> None:
     assert stop_words.order_of({"beat": 1}) is None
 
 
+@pytest.mark.skipif(not TORCH, reason="its rank needs torch")
 @pytest.mark.ranks(1)
 def test_a_fork_of_a_rank_has_nothing_to_stop_at() -> None:
-    pytest.importorskip("torch", reason="its ranks need torch")
     assert stop_point.point is not None
     assert said_in_fork(lambda: f"{stopping()!r} {stop_point.point}") == "'' None"
