@@ -33,7 +33,7 @@ def test_buffers_as_large_as_those_that_travel_by_themselves_and_their_neighbour
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error:The given")
 def test_a_large_buffer_that_may_not_be_written_to() -> None:
     """torch warns of memory that it could write to and must not."""
     size = 2 * exchange._LARGE
