@@ -67,10 +67,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks what is fresh. Files that take long come first, so that no process is left with one at the end."""
     config.stash[COLLECTED] = list(items)
-    later = [item for item in items if _is_for_the_night(item)]
+    later = {item for item in items if _is_for_the_night(item)}
     if later and not config.option.nightly:
-        config.hook.pytest_deselected(items=later)
-        items[:] = [item for item in items if item not in set(later)]
+        config.hook.pytest_deselected(items=list(later))
+        items[:] = [item for item in items if item not in later]
     items.sort(key=lambda item: LONGEST_FIRST.index(next(part for part in LONGEST_FIRST if part in item.nodeid)))
     for item in items:
         if is_fresh(item):

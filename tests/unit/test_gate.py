@@ -51,6 +51,7 @@ from mlaunch.rendezvous.link.streams import RankStreams
 from mlaunch.rendezvous.multiplex import Pieces
 from mlaunch.rendezvous.store_process import GateConfig, StoreProcess
 from tests.system.network import free_port
+from tests.unit.test_membership import roster_of
 
 TOKEN = "hush"
 
@@ -1025,13 +1026,6 @@ def test_a_proof_holds_for_one_role(gate: Served) -> None:
         return said
 
     assert b"wrong token" in asyncio.run(pretend())
-
-
-def roster_of(*joins: Join) -> Roster:
-    roster = Roster()
-    for joined in joins:
-        roster.add(joined)
-    return roster
 
 
 def test_machines_that_fit_together() -> None:

@@ -199,7 +199,7 @@ INSIDE = {
 }
 # A member that is a process is a fresh interpreter, as is a fork server that outlives its caller, and a command with a
 # terminal that attaches to ranks: test_engine_parts.py, test_warm.py and test_attaching.py run these. What torch lacks
-# is tried by test_torch_parts.py, in processes from which its names are taken.
+# is tried by test_lacking_torch_parts.py, in processes from which its names are taken.
 FRESH = {"mlaunch.member.main", "mlaunch.caller.server.zygote_upkeep", "mlaunch.protocol.messages.zygote_messages"}
 FRESH |= {"mlaunch.rank.debugging.visit", "mlaunch.base.inherited"}
 FRESH |= {"mlaunch.member.trace_parts"}  # of a profile on machines: torch's profiler alone takes seconds to import

@@ -52,8 +52,8 @@ def test_a_machine_that_does_not_say_what_it_does(monkeypatch: pytest.MonkeyPatc
     assert ask(STATUS, spec.launch_id) == []
 
 
-def test_the_host_is_named_from_which_nothing_more_came() -> None:
-    """Others say that a machine is lost, without its name, and it says nothing itself, not even by its end."""
+def two_machines() -> tuple[Lookout, list[Machine], list[FrameStream]]:
+    """Two that have a rank each, with their members' ends."""
     spec = cast(Any, SimpleNamespace(launch_id="e" * 12, name="f()", context=SimpleNamespace(argv=[], source="")))
     pairs = [socket.socketpair() for _ in range(2)]
     machines = [Machine(number, Ends(os.dup(ours.fileno()), ours.detach())) for number, (ours, _) in enumerate(pairs)]
@@ -61,12 +61,16 @@ def test_the_host_is_named_from_which_nothing_more_came() -> None:
     for machine in machines:
         machine.host, machine.prepared = f"m{machine.number}", cast(Any, SimpleNamespace(local_world_size=1))
         machine.rank_start = machine.number
+    return Lookout(spec, machines), machines, members
+
+
+def test_the_host_is_named_from_which_nothing_more_came() -> None:
+    """Others say that a machine is lost, without its name, and it says nothing itself, not even by its end."""
+    lookout, machines, members = two_machines()
     said = RankFailure(None, 0, "was lost: no heartbeat came for 2 s", subject="a machine")
     members[0].send(FromAgent(said))
     members[0].send(MachineDone())
-    merged = MergedAgent(
-        machines, 2, lambda _: pytest.fail("m1 has not ended"), Patience(0.1, None), Lookout(spec, machines)
-    )
+    merged = MergedAgent(machines, 2, lambda _: pytest.fail("m1 has not ended"), Patience(0.1, None), lookout)
     merged.start()
     linux.wait_readable([merged.channel.fileno()], LIMIT)
     told, _ = merged.channel.receive()
@@ -78,16 +82,8 @@ def test_the_host_is_named_from_which_nothing_more_came() -> None:
 
 def test_others_that_join_are_told_to_leave_when_a_machines_fork_server_has_ended() -> None:
     """They would wait for that machine until join_timeout."""
-    spec = cast(Any, SimpleNamespace(launch_id="e" * 12, name="f()", context=SimpleNamespace(argv=[], source="")))
-    pairs = [socket.socketpair() for _ in range(2)]
-    machines = [Machine(number, Ends(os.dup(ours.fileno()), ours.detach())) for number, (ours, _) in enumerate(pairs)]
-    members = [FrameStream(os.dup(theirs.fileno()), theirs.detach()) for _, theirs in pairs]
-    for machine in machines:
-        machine.host, machine.prepared = f"m{machine.number}", cast(Any, SimpleNamespace(local_world_size=1))
-        machine.rank_start = machine.number
-    merged = MergedAgent(
-        machines, 2, lambda _: pytest.fail("none has ended"), Patience(LIMIT, None), Lookout(spec, machines)
-    )
+    lookout, machines, members = two_machines()
+    merged = MergedAgent(machines, 2, lambda _: pytest.fail("none has ended"), Patience(LIMIT, None), lookout)
     merged.start()
     members[0].send(ServerEnded("was killed by SIGKILL"))
     linux.wait_readable([members[1].fileno()], LIMIT)

@@ -9,7 +9,7 @@ import re
 
 from tests.conftest import ROOT
 
-MOST = 17  # files; it only goes down
+MOST = 16  # files; it only goes down
 SLIPS = {"tests/slips.py", "tests/slip_list.py"}  # whose matter the package's lines are
 PUBLIC = {"comm", "engines", "errors", "launch", "run", "pytest"}
 MODULES = {path.stem for path in (ROOT / "mlaunch").iterdir() if not path.name.startswith("_")} - PUBLIC
