@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("torch", reason="its names are taken away from torch")
+
 # Each case in a fork of one process: it takes names away from torch. There is a default group, and another one.
 CASES = """
 import contextlib, io, json, os, sys, traceback
