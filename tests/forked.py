@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import gc
@@ -12,9 +13,11 @@ import runpy
 import signal
 import socket
 import sys
+import weakref
 from pathlib import Path
 from types import ModuleType
 
+from tests import ending
 from tests.imported import NAMESPACES, Request, Reserve, lent, libc
 
 _MODULES = (
@@ -32,6 +35,8 @@ def _import() -> list[str]:
     gc.disable()
     for module in _MODULES:
         __import__(module)
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+        finalizer.atexit = False  # of torch's operators, which a fork need not take apart one by one
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -174,11 +179,8 @@ def _main() -> None:
         (request, fds), kept = kept, None
     _surround(request, fds)
     _open_streams()
-    if kept is None:
+    with ending.noted(), contextlib.nullcontext() if kept is None else lent(kept):
         _run(request["argv"], paths, request["environ"])
-    else:
-        with lent(kept):
-            _run(request["argv"], paths, request["environ"])
 
 
 if __name__ == "__main__":

@@ -85,7 +85,17 @@ class Copy:
     def run(self, tests: Sequence[str]) -> tuple[int, str]:
         """Return the exit code of pytest, and its last words; -1: it took too long."""
         self._tmp.mkdir()
-        options = ["-x", "-q", "-p", "no:cacheprovider", "--tb=no", f"--timeout={HANGS}", "--basetemp", self._tmp / "b"]
+        options = [
+            "-x",
+            "-q",
+            "--nightly",
+            "-p",
+            "no:cacheprovider",
+            "--tb=no",
+            f"--timeout={HANGS}",
+            "--basetemp",
+            self._tmp / "b",
+        ]
         command = [sys.executable, "-m", "pytest", *options, *(f"tests/{test}" for test in tests)]
         with (self._tmp / "output").open("w+b") as output:
             pytest = subprocess.Popen(command, cwd=self._tree, env=self._environ, stdin=subprocess.DEVNULL,

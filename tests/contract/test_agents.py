@@ -131,6 +131,7 @@ def test_an_agent_keeps_no_daemon_of_a_rank(tmp_path: Path) -> None:
     until_kept(call)
 
 
+@pytest.mark.nightly
 def test_output_of_ranks_goes_to_the_streams_of_the_moment(tmp_path: Path) -> None:
     """The agent has the streams of its latest launch."""
     files = [tmp_path / name for name in ("first", "second")]

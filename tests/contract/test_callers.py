@@ -26,7 +26,7 @@ from tests.processes import soon
 from tests.users import users_environ
 
 
-@pytest.mark.nightly("<&-", ">&-", "2>&-", "<&- >&-")
+@pytest.mark.nightly
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&-", "<&- >&- 2>&-"])
 def test_closed_standard_streams(tmp_path: Path, closed: str) -> None:
     """Their numbers are not taken for others' channels, into which ranks would print."""
@@ -69,6 +69,7 @@ def test_a_caller_that_blocks_signals() -> None:
     assert blocked == [set()]
 
 
+@pytest.mark.nightly
 def test_a_caller_that_ignores_sigchld(run_script: Any) -> None:
     done = run_script(
         "import signal\n"
@@ -398,6 +399,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.nightly
 def test_decorated_functions_of_a_script_go_to_a_process_pool(run_script: Any) -> None:
     """As their names, methods as those of their instance; to others they go by value."""
     done = run_script(POOL)

@@ -390,6 +390,7 @@ def test_an_unguarded_script_with_its_own_classes(run_script) -> None:  # type: 
     assert (done.stdout, done.returncode) == ("fine __main__\n", 0), done.stderr
 
 
+@pytest.mark.nightly
 def test_code_piped_to_python() -> None:
     done = subprocess.run(
         [sys.executable, "-"], input=SCRIPT, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False
@@ -428,6 +429,7 @@ def test_a_caller_with_threads_and_a_busy_openmp_pool() -> None:
             thread.join(30)
 
 
+@pytest.mark.nightly
 def test_a_busy_openmp_pool_of_a_library_anywhere(run_script, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     """In an environment below "My Documents", say, or in a directory whose name is not UTF-8."""
     path = next((path for path in launches.mapped_files() if "libgomp" in path), None)
@@ -471,6 +473,7 @@ def test_a_launch_inside_a_rank_that_was_not_meant() -> None:
     assert launcher(lambda: functions.launched.__wrapped__(1), 2)() == [10, 11]
 
 
+@pytest.mark.nightly
 @builds.silent
 def test_a_process_that_a_rank_starts_is_no_rank(tmp_path: Path) -> None:
     """It inherits RANK and its like, but launches as any other."""

@@ -219,6 +219,7 @@ print({open(file.name).read() for file in files})
 """
 
 
+@pytest.mark.nightly
 def test_a_caller_that_closes_all_numbers(run_script: Any) -> None:
     done = run_script(CLOSING_CALLER)
     assert done.stdout == "[7, 7]\n[8, 8]\n[9, 9]\n{'mine'}\n", done.stderr

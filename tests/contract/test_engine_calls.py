@@ -742,6 +742,7 @@ def test_a_fork_server_that_is_killed_over_there() -> None:
     assert "sys.exit" not in str(caught.value)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_fork_server_that_is_stopped_over_there() -> None:
     """As its ranks return: their values are there, but nobody can say that all is over."""

@@ -125,7 +125,7 @@ print(*launcher(os.getpid, **started)(), flush=True)
 """
 
 
-@pytest.mark.nightly("fork")
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("start_method", ["forkserver", "fork"])
 def test_an_ide_that_follows_children_is_shown_ranks_alone(tmp_path: Path, start_method: str) -> None:

@@ -368,6 +368,7 @@ for module in END:
 """
 
 
+@pytest.mark.nightly
 def test_what_a_call_has_imported_is_learnt_though_it_failed(run_script: Any) -> None:
     """It raised, exited, or was killed, as at its deadline."""
     assert run_script(UNLUCKY).stdout.splitlines() == ["colorsys True", "mailbox True", "xmlrpc.server True"]

@@ -135,6 +135,7 @@ def test_a_rank_that_is_killed_as_it_records(tmp_path: Path) -> None:
         launcher(die, 2, profile=tmp_path / "trace.json", profile_steps=(0, 9), grace_period=60)()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow  # torch's profiler imports for seconds
 def test_a_rank_that_is_not_there_any_more(tmp_path: Path) -> None:
     def die() -> None:

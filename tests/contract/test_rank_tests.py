@@ -127,7 +127,7 @@ def test_all_ranks_are_heard(suite: Callable[..., tuple[Reports, str]]) -> None:
     assert "pytest test_it.py::test_skip test_it.py::test_some_skip" in texts["test_skip_and_wait"]
 
 
-@pytest.mark.nightly("20")
+@pytest.mark.nightly
 @pytest.mark.parametrize("orders", [4, pytest.param(20, marks=pytest.mark.slow)])
 def test_state_that_a_test_leaves_on_ranks_does_not_reach_the_next(
     suite: Callable[..., tuple[Reports, str]], orders: int, monkeypatch: pytest.MonkeyPatch

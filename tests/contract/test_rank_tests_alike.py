@@ -75,6 +75,7 @@ def test_outcomes_are_those_without_ranks(both: tuple[Reports, Reports]) -> None
             assert told[0] == told[1], (test, ranks[test, phase])
 
 
+@pytest.mark.nightly
 def test_reports_are_those_without_ranks(both: tuple[Reports, Reports]) -> None:
     """Text, reason, properties and sections; but what a rank prints has its number in front."""
     plain, ranks = both

@@ -636,7 +636,7 @@ print(saves.ranks.run(int))
 
 
 def test_a_call_after_the_exit_handlers_is_refused(run_script) -> None:  # type: ignore[no-untyped-def]
-    done = run_script(LATE)
+    done = run_script(LATE, fresh=True)  # the forks of tests end without taking modules apart
     refusal = "the interpreter is ending, and has ended its ranks; call them before that"
     assert (done.returncode, done.stdout, done.stderr) == (0, f"[0]\n{refusal}\n", "")
 

@@ -321,6 +321,7 @@ def other_cloudpickle(request: pytest.FixtureRequest, tmp_path_factory: pytest.T
     return place
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_newest_and_oldest_cloudpickle(other_cloudpickle: Path, twin: Any, tmp_path: Path) -> None:
     """Names of files, lines and sources are known in ranks, and all is rebuilt as with the one that is installed."""

@@ -53,6 +53,7 @@ def test_a_map_and_a_grid() -> None:
     assert len(times.map([])) == 0
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_agents_of_trials_that_have_ended_serve_later_ones() -> None:
     """Ranks are new, and keep the place of their trial."""

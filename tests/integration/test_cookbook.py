@@ -84,6 +84,7 @@ def test_checkpoints(run: Run, tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "saved")) == [f"epoch_000{epoch}.pt" for epoch in range(6)]
 
 
+@pytest.mark.nightly
 @pytest.mark.integration
 def test_accelerate(run: Run) -> None:
     needs("accelerate")
@@ -166,6 +167,7 @@ def test_cpus_of_each_rank(run: Run) -> None:
     assert not {*first} & {*second} or len(os.sched_getaffinity(0)) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.integration
 def test_hydra(tmp_path: Path) -> None:
     """In a process of its own, since Hydra sets up the logging of the one that it runs in."""

@@ -47,7 +47,7 @@ def fail_after_a_step(_state: Any) -> None:
     raise ValueError("no such luck")
 
 
-@pytest.mark.nightly("FSDP2")
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
 def test_a_held_model_is_stepped_across_calls(kind: str) -> None:

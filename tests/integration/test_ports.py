@@ -133,7 +133,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.nightly("ColossalAI", "detectron2")
+@pytest.mark.nightly("ColossalAI", "detectron2", "MegEngine")
 @pytest.mark.parametrize(
     ("text", "arguments", "launcher", "losses"),
     [

@@ -157,6 +157,7 @@ def numbers(cwd: Path, launcher: list[str], *args: str) -> list[list[float]]:
     return sorted(found)
 
 
+@pytest.mark.nightly("tutorial")
 @pytest.mark.parametrize(
     ("text", "libraries"),
     [

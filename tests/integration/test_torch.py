@@ -60,6 +60,7 @@ def test_distributed_data_parallel() -> None:
         assert_same(weights)
 
 
+@pytest.mark.nightly
 def test_fully_sharded() -> None:
     def train() -> list[torch.Tensor]:
         from torch.distributed.fsdp import fully_shard
@@ -77,6 +78,7 @@ def test_fully_sharded() -> None:
         assert_same(weights)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("start_method", ["forkserver", "fork"])
 def test_a_distributed_checkpoint(tmp_path: Path, start_method: str) -> None:
     def train() -> bool:

@@ -99,6 +99,7 @@ def test_cells_in_a_kernel(tmp_path: Path) -> None:
     wait_gone(family)
 
 
+@pytest.mark.nightly
 def test_completion_in_a_kernel(tmp_path: Path) -> None:
     go = str(tmp_path / "go")
     told, _ = session(

@@ -97,6 +97,7 @@ def value(messages: list[tuple[str, Any]]) -> str:
     return str(next(content["data"]["text/plain"] for kind, content in messages if kind == "execute_result"))
 
 
+@pytest.mark.nightly
 def test_prompts_in_a_kernel(tmp_path: Path) -> None:
     told, family = session(
         tmp_path,

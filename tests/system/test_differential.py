@@ -64,6 +64,7 @@ def ranks(cwd: Path, launcher: str, *flags: str, **environ: str) -> list[dict[st
     return sorted(found, key=lambda rank: rank["environ"]["RANK"])
 
 
+@pytest.mark.nightly
 def test_a_script_sees_the_same(tmp_path: Path) -> None:
     ours, theirs = at_once(lambda name: ranks(tmp_path, name), LAUNCHERS)
     found = {path for pair in zip(ours, theirs, strict=True) for path in differences(*pair)}

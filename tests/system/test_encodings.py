@@ -49,6 +49,7 @@ def strictly(cwd: Path, *args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.nightly
 def test_calls(tmp_path: Path) -> None:
     done = strictly(tmp_path, write(tmp_path, CALLS))
     assert (done.returncode, done.stdout) == (0, "raised\nrank 1 of fail() was killed by SIGKILL\n[0, 1]\n"), (

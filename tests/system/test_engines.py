@@ -281,7 +281,7 @@ def test_a_caller_that_falls_silent_leaves_nothing(rig: Rig) -> None:
     assert "Ray" in rig.engine or "nothing has come from the caller for 4 s, so this machine leaves" in found["text"]
 
 
-@pytest.mark.nightly("ray")
+@pytest.mark.nightly("ray", "mpirun", "slurm")
 def test_a_caller_that_is_killed_leaves_nothing(rig: Rig) -> None:
     rig.ask("close")  # what other tests hold would be all that there is
     rig.say("processes")

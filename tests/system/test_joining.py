@@ -69,7 +69,7 @@ def test_join_from_env(command: list[str]) -> None:
     assert said[0].endswith(f"started by {'mpirun' if 'mpirun' in command else 'torchrun'}")
 
 
-@pytest.mark.nightly("mpirun")
+@pytest.mark.nightly
 @pytest.mark.parametrize("command", LAUNCHERS)
 def test_the_decorator_joins(command: list[str]) -> None:
     ranks = run([*command, JOINER, "decorator"])

@@ -192,6 +192,7 @@ def work_in_a_thread() -> None:
     threading.Thread(target=work, daemon=True).start()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_stacks_of_ranks_whose_threads_work(tmp_path: Path) -> None:
     """Their frames are not read, since they go while they are."""

@@ -91,6 +91,7 @@ def test_machines_of_unequal_size_join_in_any_order(network: Network, order: tup
     ]
 
 
+@pytest.mark.nightly
 def test_machines_that_are_waited_for_are_named(network: Network) -> None:
     with launched(network, 1, 1) as machines:
         machines.start(1)
@@ -106,6 +107,7 @@ def test_machines_that_are_waited_for_are_named(network: Network) -> None:
         assert [len(end["values"]) for end in machines.ends()] == [1, 1]
 
 
+@pytest.mark.nightly
 def test_calls_one_after_the_other_use_the_same_port(network: Network) -> None:
     with launched(network, 1, 1) as machines:
         machines.start_all({"calls": 6})
@@ -185,6 +187,7 @@ def test_a_master_that_dies_whole(network: Network) -> None:
         )
 
 
+@pytest.mark.nightly("0")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_pulled_cable_is_noticed_by_both(namespaces: Namespaces, victim: int) -> None:
     with launched(namespaces, 1, 1, heartbeat_timeout=2) as machines:
@@ -259,6 +262,7 @@ def test_the_example_with_its_two_commands(network: Network) -> None:
     assert ends[0][1] == f"mlaunch: total() has no token: whoever reaches {address}, port 29500 may join it\n"
 
 
+@pytest.mark.nightly
 def test_packets_are_lost(namespaces: Namespaces) -> None:
     """Every third that reaches one of them: slower, but nothing else."""
     namespaces.rule(1, "input", "iifname eth0 meta l4proto tcp numgen inc mod 3 == 0 drop")

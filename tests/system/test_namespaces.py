@@ -105,6 +105,7 @@ def test_the_outer_proc(tmp_path: Path) -> None:
     assert said[3:6] == ["fork ['0', '1'] False", "no such luck", "True"]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_no_proc(tmp_path: Path) -> None:
     """A daemon cannot be found there and is left to whoever reaps it, rather than looked for without end."""

@@ -27,7 +27,7 @@ _ = launcher(train, 1, progress={progress})()
 """
 
 
-@pytest.mark.nightly("False")
+@pytest.mark.nightly
 @pytest.mark.parametrize("progress", [True, False])
 def test_the_place_of_the_lines_that_change(tmp_path: Path, progress: bool) -> None:
     """Above the first line, though they are not due yet. Nowhere without ``progress``."""
@@ -95,6 +95,7 @@ ours.watch()
 """
 
 
+@pytest.mark.nightly
 def test_a_submitted_call_is_watched_in_a_cell(tmp_path: Path) -> None:
     """In one display, which is drawn anew while the cell runs."""
     execute = EXECUTE.replace('output.get("text", "")', 'output.get("data", {}).get("text/plain", output.get("text"))')

@@ -198,6 +198,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.nightly
 def test_ranks_do_what_a_fresh_interpreter_does(tmp_path: Path) -> None:
     done = run(tmp_path, write(tmp_path, EVERYDAY))
     assert done.returncode == 0, done.stderr

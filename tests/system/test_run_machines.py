@@ -69,6 +69,7 @@ def test_c10d_needs_no_node_rank(tmp_path: Path) -> None:
     assert [lines for _, lines, _ in ends([one, other])] == [["[2, 0, 0, 0, 1]"], ["[2, 1, 0, 1, 1]"]]
 
 
+@pytest.mark.nightly
 def test_machines_of_different_sizes_and_roles(tmp_path: Path) -> None:
     """Ranks are counted through all machines, and once more among those with the same role."""
     script = write(tmp_path, TRAIN + """

@@ -110,6 +110,7 @@ def test_a_server_answers_another_user_who_puts_an_old_value_back() -> None:
         assert Client("127.0.0.1", port).user_get("key") == "first"
 
 
+@pytest.mark.nightly
 def test_a_reader_of_what_a_command_starts_learns_its_secrets(tmp_path: Path) -> None:
     """They are printed, and passed on as the program passes it on."""
     together = ["sh", "-c", TEE, "sh", str(tmp_path / "read"), sys.executable, "-m", "tests.system.wire_of_command"]

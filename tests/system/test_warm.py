@@ -133,6 +133,7 @@ def fresh_zygote() -> Iterator[None]:
     launches.end_kept_servers()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_zygote")
 def test_a_rank_is_as_without(tmp_path: Path) -> None:

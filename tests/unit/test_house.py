@@ -11,10 +11,8 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable
 from graphlib import TopologicalSorter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -35,44 +33,27 @@ NEEDS_TORCH |= {f"mlaunch.rendezvous.{name}" for name in ("barrier", "client", "
 PUBLIC_AND_WIDE = {"detectron2.py:launch", "join.py:join", "launcher.py:__new__"}
 
 SURVEY = """
-import contextlib, json, os, sys
-for name in {standard!r}:
-    with contextlib.suppress(ImportError):
-        __import__(name)
-found = {{}}
+import json, sys
+sys.modules["torch"] = None
+import mlaunch
+print(json.dumps([name for name in sys.modules if name.startswith("mlaunch")]))
+lack = []
 for name in sys.argv[1:]:
-    reader, writer = os.pipe()
-    if os.fork() == 0:
-        before = set(sys.modules)
-        try:
-            __import__(name)
-            told = sorted(set(sys.modules) - before)
-        except ModuleNotFoundError as error:
-            told = error.name.partition(".")[0]
-        with open(writer, "w") as pipe:
-            json.dump(told, pipe)
-        os._exit(0)
-    os.close(writer)
-    with open(reader) as pipe:
-        found[name] = json.load(pipe)
-    os.wait()
-print(json.dumps(found))
+    try:
+        __import__(name)
+    except ModuleNotFoundError as error:
+        lack += [name] * (error.name.partition(".")[0] == "torch")
+print(json.dumps(lack))
 """
 
 
-def survey(beginning: str, modules: Iterable[str]) -> dict[str, Any]:
-    """What importing each module, and no other, pulls in besides Python's own; or the package that it lacks."""
-    standard = [name for name in sys.modules if name.partition(".")[0] in sys.stdlib_module_names]
-    command = [sys.executable, "-c", beginning + SURVEY.format(standard=standard), *modules]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
 def test_who_needs_torch() -> None:
-    found = survey("import sys; sys.modules['torch'] = None", MODULES)
-    assert {module for module in MODULES if found[module] == "torch"} == NEEDS_TORCH
-    assert [name for name in found["mlaunch"] if name.startswith("mlaunch")] == ["mlaunch", "mlaunch._version"]
+    """All in one interpreter: what has been imported without torch needs none, whoever imports it."""
+    command = [sys.executable, "-c", SURVEY, *MODULES]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    public, lack = map(json.loads, done.stdout.splitlines())
+    assert sorted(public) == ["mlaunch", "mlaunch._version"]
+    assert set(lack) == NEEDS_TORCH
 
 
 # Ordered as the processes fork: a module imports from its own room and from those to the right of it.
@@ -238,7 +219,7 @@ TORCHS = (
     "torch.storage", "torch.xpu",
 )  # fmt: skip
 # Python's own, under the same names; and the packages of all that is private.
-NOT_TORCHS = {"_", "_C", "_abc_impl", "_distributed_c10d", "_handle", "_member_type_", "_run"}
+NOT_TORCHS = {"_", "_C", "_abc_impl", "_distributed_c10d", "_handle", "_member_type_", "_run", "_shutdown"}
 
 
 def private_names_of_torch() -> set[str]:

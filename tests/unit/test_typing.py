@@ -20,6 +20,7 @@ follow_imports = skip
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_typed_uses(tmp_path: Path) -> None:
     pytest.importorskip("mypy", reason="a type checker reads them")
