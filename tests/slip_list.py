@@ -696,7 +696,7 @@ SLIPS = (
         "members of engines",
         "profile_of_machines",
         "member/machine_launch.py",
-        "            self._send_trace()\n",
+        "            self._send_last_words()\n",
         "",
         ("contract/test_profiles.py::test_a_single_machine_of_an_engine",),
         "the hook of a feature in another feature's process",
@@ -853,7 +853,7 @@ SLIPS = (
     Slip(
         "profile",
         "the_first_step_has_begun",
-        "rank/step_profile.py",
+        "profile/rank.py",
         "        if self._order.first == 0:\n            self._note_begin()\n",
         "",
         ("contract/test_profiles.py::test_a_rank_that_is_killed_as_it_records",),
@@ -862,8 +862,8 @@ SLIPS = (
     Slip(
         "profile",
         "parts_of_a_call",
-        "caller/launch/call_trace.py",
-        "        if self.order is not None:\n            own_files.remove_directory(self.order.directory)\n",
+        "profile/caller/trace_file.py",
+        "        own_files.remove_directory(self.section.directory)\n",
         "        pass\n",
         ("contract/test_profiles.py::test_a_track_for_each_rank_and_one_beginning",),
         "a lost tidying up",
@@ -871,7 +871,7 @@ SLIPS = (
     Slip(
         "profile",
         "profile_at_the_end_of_a_function",
-        "rank/step_profile.py",
+        "profile/rank.py",
         "        progress.count_steps(None)\n        self._end()\n",
         "        progress.count_steps(None)\n",
         (
@@ -883,7 +883,7 @@ SLIPS = (
     Slip(
         "profile",
         "profile_of_an_ended_rank",
-        "rank/step_profile.py",
+        "profile/rank.py",
         "            signal.signal(signal.SIGTERM, self._write_and_end)\n",
         "            pass\n",
         ("contract/test_profiles.py::test_a_rank_that_waits_for_one_that_fails",),

@@ -69,9 +69,11 @@ def run_joined(
 
     from mlaunch.rank.joining.join import become_rank
 
-    if options.profile is not None:
-        raise misuse(ValueError(f"profile={options.profile!r} in {rank_of_process()}, which others have started; "
-                                f"allowed: torch.profiler in the function, or join=False"))  # fmt: skip
+    for feature in options.features:
+        if feature.one_call:
+            given = f"{feature.options[0]}={getattr(options, feature.options[0])!r}"
+            raise misuse(ValueError(f"{given} in {rank_of_process()}, which others have started; allowed: "
+                                    f"{feature.instead}, or join=False"))  # fmt: skip
     if not dist.is_initialized():
         become_rank(place, backend=options.backend, timeout=options.timeout_seconds)
     if options.seed is not None:

@@ -11,9 +11,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from mlaunch.cli import profile_flags
 from mlaunch.cli.completion import PrintCompletion, PrintManPage
 from mlaunch.cli.output import note_error
+from mlaunch.core import load
 
 STD_HELP = "0 none, 1 stdout, 2 stderr, 3 both, or by local rank: 0:3,1:2"
 DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
@@ -225,7 +225,8 @@ def _add_output(flags: Flags) -> None:
                "${role_name}, ${rank}, ${local_rank}, ${hostname} (default: $TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE, or "
                "[${role_name}${local_rank}]:)")  # fmt: skip
     flags.flag(group, "--local-ranks-filter", default="", metavar="I,J", help="show only what these local ranks print")
-    profile_flags.add(group)
+    for feature in load.commands().values():
+        feature.add(group)
 
 
 def _add_ending(flags: Flags) -> None:

@@ -12,11 +12,10 @@ import stat
 import sys
 from collections.abc import Mapping
 from dataclasses import field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.linux import working_directory
-from mlaunch.cli import profile_flags
 from mlaunch.cli.checks import (
     UsageError,
     at_least,
@@ -32,6 +31,7 @@ from mlaunch.cli.checks import (
     stop_signals_of,
     token_of,
 )  # fmt: skip
+from mlaunch.core import load
 
 if TYPE_CHECKING:
     from mlaunch.caller.options.launch_options import Options
@@ -69,7 +69,7 @@ class Job:
     stop_on: str | None
     stop_grace: float
     stall: str | None
-    profile: profile_flags.ProfileOptions
+    of_features: Mapping[str, Any]  # options
     signals: tuple[int, ...]
     run_id: str
     role: str
@@ -107,7 +107,7 @@ class Job:
             join_timeout=self.join_timeout,
             token=self.token,
             oversubscribe=self.oversubscribe,
-            **self.profile,
+            **self.of_features,
         )
 
 
@@ -143,7 +143,7 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
         stop_on=stop_signals_of(args.stop_on),
         stop_grace=seconds_of("--stop-grace", args.stop_grace),
         stall=stall_of(args.stall),
-        profile=profile_flags.options_of(args),
+        of_features={name: value for one in load.commands().values() for name, value in one.options_of(args).items()},
         signals=signals_of(args.signals_to_handle),
         run_id="" if args.standalone or (nodes == 1 and args.rdzv_id == _NO_ID) else args.rdzv_id,
         role=role_of(args.role),

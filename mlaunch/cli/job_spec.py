@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 from mlaunch.base.linux import working_directory
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
+from mlaunch.cli.checks import UsageError
 from mlaunch.cli.job import Job
-from mlaunch.cli.profile_flags import check_ranks
 from mlaunch.protocol.spec import Context, LaunchSpec, ScriptTarget
 
 
@@ -21,10 +21,9 @@ def spec_of(
 
     Raises:
         ValueError: This machine cannot serve the job.
+        UsageError: A feature that the flags ask for cannot.
     """
     planned = plan(job.options(size), machine, job.name, environ, attempt)
-    if attempt.profile is not None and job.nodes == 1:  # else the others may have more ranks than this one
-        check_ranks(attempt.profile, size)
     command = ScriptTarget(
         kind=job.kind,
         target=job.target,
@@ -39,7 +38,7 @@ def spec_of(
     )
     context = Context(environ, working_directory(), job.path, (job.target, *job.args), None, None, os.getpid())
     context = dataclasses.replace(context, source="mlaunch run")
-    return dataclasses.replace(
+    spec = dataclasses.replace(
         planned,
         device_type="",
         command=command,
@@ -48,3 +47,9 @@ def spec_of(
         num_nodes=job.nodes,
         count_machines=job.nodes > 1,
     )
+    try:
+        if attempt.parts is not None:
+            attempt.parts.planned(spec)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return spec

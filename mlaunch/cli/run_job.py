@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout
-from mlaunch.caller.launch.call_trace import CallTrace
 from mlaunch.caller.launch.device_choice import Accelerator, shown
 from mlaunch.caller.launch.plan import Attempt, ThisMachine
 from mlaunch.caller.launch.restarts import with_restarts
@@ -21,17 +20,17 @@ from mlaunch.caller.report.history import History
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.caller.server.zygote_upkeep import tell
 from mlaunch.caller.stop_order import StopOrder
-from mlaunch.cli import profile_flags
 from mlaunch.cli.checks import UsageError
 from mlaunch.cli.job import Job
 from mlaunch.cli.job_spec import spec_of
 from mlaunch.cli.output import Wishes, directory_of, fail, output_plan, say
+from mlaunch.core.load import CallerParts, as_flag
 from mlaunch.rank.setup import device
 
 if TYPE_CHECKING:
     from mlaunch.engines.engine import Engine
 
-Attempts = Callable[[StopOrder, CallTrace], Ended]  # all of a job; how the last one ended
+Attempts = Callable[[StopOrder, CallerParts], Ended]  # all of a job; how the last one ended
 _RAISED, _TIMED_OUT, _SIGNALLED = 1, 124, 128  # exit statuses; 128 + a signal's number, as a shell tells it
 
 
@@ -52,17 +51,25 @@ def describe_here(job: Job, server: ForkServer | None, environ: dict[str, str]) 
 def run_here(job: Job, server: ForkServer, environ: dict[str, str], wishes: Wishes) -> int:
     """Runs the job on this machine; returns the exit status."""
     try:
-        with profile_flags.trace_of(job.options(1)) as trace:
+        with _parts_of(job) as parts:
             if job.lease is None:
-                return _carry_out(job, _on_its_devices(job, server, environ, wishes, ()), trace)
+                return _carry_out(job, _on_its_devices(job, server, environ, wishes, ()), parts)
             from mlaunch.cli import on_lease
 
             job, held = on_lease.take(job, server, environ, say)
             with contextlib.closing(held):
                 attempts = _on_its_devices(job, server, dict(held.environ), wishes, held.fds)
-                return _carry_out(job, attempts, trace)
+                return _carry_out(job, attempts, parts)
     except LaunchError as error:
         return _failed(error)
+
+
+def _parts_of(job: Job) -> CallerParts:
+    """Returns the parts of what the flags ask for. UsageError for what this machine refuses."""
+    try:
+        return CallerParts(job.options(1), as_flag)
+    except OSError as error:
+        raise UsageError(error.strerror) from None
 
 
 def _failed(error: LaunchError) -> int:
@@ -87,8 +94,8 @@ def run_there(job: Job, wishes: Wishes, engine: Engine) -> int:
     size = job.size if isinstance(job.size, int) else 1
     there = There(job, engine, wishes, _directory(wishes, size, job), say)
     try:
-        with profile_flags.trace_of(job.options(1)) as trace:
-            return _carry_out(job, there.run, trace)
+        with _parts_of(job) as parts:
+            return _carry_out(job, there.run, parts)
     except LaunchError as error:
         return _fail(error)
     except ValueError as error:
@@ -104,9 +111,9 @@ def _launch(
     directory = _directory(wishes, size, job)
     machine = ThisMachine(server.ready(), server.count_devices)
 
-    def attempts(order: StopOrder, trace: CallTrace) -> Ended:
+    def attempts(order: StopOrder, parts: CallerParts) -> Ended:
         def attempt(time_left: float | None, restart_count: int) -> Ended:
-            number = Attempt(restart_count, time_left, trace.order)
+            number = Attempt(restart_count, time_left, parts)
             spec = spec_of(job, size, machine, environ, number, directory or "")
             output = output_plan(wishes, size, job.role, directory, lambda: handle.outcome.spec.rank_start)
             handle = start_launch(server, spec, None, output, History(), leases)
@@ -128,13 +135,13 @@ def _directory(wishes: Wishes, size: int, job: Job) -> str | None:
     return directory
 
 
-def _carry_out(job: Job, attempts: Attempts, trace: CallTrace) -> int:
+def _carry_out(job: Job, attempts: Attempts, parts: CallerParts) -> int:
     """Makes the attempts; returns the exit status of a job that has ended well, or was late."""
     begun = time.monotonic()
     try:
         with StopOrder(job.stop_on) as order:
-            ended = attempts(order, trace)
-            trace.finish(ended, say)
+            ended = attempts(order, parts)
+            parts.settled(ended, say)
             ended.result()
     except LaunchTimeout as error:  # of the deadline, or of the time to join
         late = job.deadline is not None and time.monotonic() - begun >= job.deadline

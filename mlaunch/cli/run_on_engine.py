@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
-from mlaunch.caller.launch.call_trace import CallTrace
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.output_plan import STREAMS, OutputPlan, Policy
@@ -14,6 +13,7 @@ from mlaunch.cli.checks import UsageError
 from mlaunch.cli.engine_names import engine_named
 from mlaunch.cli.job import Job
 from mlaunch.cli.output import Wishes
+from mlaunch.core.load import CallerParts
 from mlaunch.engines.engine import Engine
 from mlaunch.engines.launch.attempts import Attempts
 from mlaunch.engines.launch.engine_launch import HostPrefix, Work
@@ -51,10 +51,10 @@ class There:
         self._machines = engine.ask_for(job.nodes, None)
         self._work = Work(job.name, None, _command(job), (job.target, *job.args), job.path)
 
-    def run(self, order: StopOrder, trace: CallTrace) -> Ended:
+    def run(self, order: StopOrder, parts: CallerParts) -> Ended:
         """Runs the job; returns how the last attempt ended."""
         made = Attempts(self._machines, _options(self._job), self._work, self._output, self._tell)
-        return made.run(order, trace, self._job.max_preemptions)
+        return made.run(order, parts, self._job.max_preemptions)
 
     def close(self) -> None:
         self._machines.close()
@@ -88,7 +88,7 @@ def _options(job: Job) -> Options:
         stall=job.stall,
         join_timeout=job.join_timeout,
         oversubscribe=job.oversubscribe,
-        **job.profile,
+        **job.of_features,
     )
 
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from mlaunch.base.fds import KeptFd, close_all, ready
 from mlaunch.caller.launch.watchdog import Killed, Limits, remove_names
 from mlaunch.caller.server.fork_server import ForkServer
+from mlaunch.core.load import MachineParts
 from mlaunch.member.lease_term import SignalsHere, Term
 from mlaunch.member.looks import BoardNews, Looks
-from mlaunch.member.trace_parts import pieces
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.machines.frame_codes import NoiseError
 from mlaunch.protocol.messages.attached import BoardFds
@@ -43,12 +43,12 @@ from mlaunch.protocol.messages.member_messages import (
     Lease,
     Look,
     MachineDone,
+    PartSays,
     Printed,
     ServerEnded,
 )
 from mlaunch.protocol.messages.stop_messages import AskToStop, FreezeRanks, StopRanks, ThawRanks
 from mlaunch.protocol.payload import Payload
-from mlaunch.protocol.spec import LaunchSpec
 
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import AgentSays
@@ -64,9 +64,10 @@ _CallRecord = NextCall | EndCall | MeetAgain | EndRanks | FreezeRanks | ThawRank
 class MachineLaunch:
     """Starts a launch here. ``call``: the memfd of the call, which stays the creator's; -1: ranks run a command."""
 
-    def __init__(self, stream: MembersStream, spec: LaunchSpec, server: ForkServer, call: int, term: Term) -> None:
+    def __init__(self, stream: MembersStream, parts: MachineParts, server: ForkServer, call: int, term: Term) -> None:
         self._stream = stream
-        self._spec = self._agreed = spec  # by all machines
+        self._parts = parts
+        spec = self._spec = self._agreed = parts.spec  # by all machines
         self._server = server
         self._term = term
         self._limits = Limits(spec.grace_period, spec.seconds, server.kill)
@@ -88,7 +89,7 @@ class MachineLaunch:
             while self._step():
                 pass
             self._end_output()
-            self._send_trace()
+            self._send_last_words()
             self._tell_rows()
             if not self._alone:  # else this machine leaves, which is no end that the caller would expect
                 self._stream.send(MachineDone())
@@ -241,10 +242,10 @@ class MachineLaunch:
         while any([self._carry(fd) for fd in list(self._pipes)]):
             pass
 
-    def _send_trace(self) -> None:
-        """Brings the caller what was profiled, no faster than the stream takes it."""
-        for piece in pieces(self._agreed):
-            self._stream.send(piece)
+    def _send_last_words(self) -> None:
+        """Brings the caller what features have for it, no faster than the stream takes it."""
+        for feature, news in self._parts.last_words(self._agreed):
+            self._stream.send(PartSays(feature, news))
             while self._stream.unsent > _FULL and not (self._alone or self._term.over):
                 ready([self._stream.incoming], [self._stream.outgoing], self._term.milliseconds())
                 self._stream.flush()

@@ -61,7 +61,7 @@ class MachinePlan:
             "port": 0 if alone else order.port,
             "token": order.token,
         }
-        attempt = Attempt(order.restart_count, order.details.time_left, order.profile)
+        attempt = Attempt(order.restart_count, order.details.time_left)
         spec = plan(self._options.replaced(own), self._machine, self._order.name, self._environ, attempt)
         spec = with_details(spec, order.details)
         # A script's modules are looked for beside it first, a function's where the machine has its own.
@@ -69,6 +69,7 @@ class MachinePlan:
         path = dict.fromkeys([*first, *then])
         context = dataclasses.replace(spec.context, cwd=self._cwd, sys_path=tuple(path), main_file=None, main_name=None)
         spec = dataclasses.replace(spec, context=context, piped=(_STREAMS,) * spec.local_world_size)
+        spec = dataclasses.replace(spec, sections=order.sections)
         if spec.cluster is not None:
             spec = dataclasses.replace(spec, cluster=dataclasses.replace(spec.cluster, by_engine=True))
         if order.stays:

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, NoReturn
 from mlaunch.base import linux
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout
 from mlaunch.caller.server.warm import warm_server
+from mlaunch.core.load import MachineParts
 from mlaunch.member.lease_term import Term
 from mlaunch.member.machine_launch import MachineLaunch
 from mlaunch.member.machine_plan import MachinePlan
 from mlaunch.member.reach import failures_at, listen_for_others
-from mlaunch.member.trace_parts import TraceParts
 from mlaunch.protocol.channel import assert_never
 from mlaunch.protocol.machines.frame_codes import NoiseError
 from mlaunch.protocol.machines.frame_stream import FrameStream
@@ -169,8 +169,8 @@ class _Member:
     def _start(self, plan: MachinePlan, order: Start, content: int) -> None:
         with contextlib.ExitStack() as stack:
             try:
-                spec = stack.enter_context(TraceParts(plan.spec(order)))
-                launch = MachineLaunch(self._stream, spec, plan.server, content, self._term)
+                parts = stack.enter_context(MachineParts(plan.spec(order)))
+                launch = MachineLaunch(self._stream, parts, plan.server, content, self._term)
             except (LaunchError, ValueError, OSError) as error:
                 self._stream.send(MachineDone(f"{type(error).__name__}: {error}", isinstance(error, LaunchTimeout)))
                 return

@@ -85,35 +85,6 @@ class Rendezvous:
 
 
 @frozen_record
-class ProfileOrder:
-    """The steps, and ranks, to profile. ``ranks``: None for all."""
-
-    directory: str  # where each rank writes its part, ``part_of``
-    first: int
-    last: int  # the one after them
-    ranks: tuple[int, ...] | None = None
-
-    def wants(self, rank: int) -> bool:
-        return self.ranks is None or rank in self.ranks
-
-    def part_of(self, rank: int) -> str:
-        """Returns the path of a rank's part."""
-        return f"{self.directory}/rank-{rank}.json"
-
-    def begun_by(self, rank: int) -> str:
-        """Returns the path of a file that is there once the rank has come to the first of these steps."""
-        return f"{self.directory}/rank-{rank}.begun"
-
-    def has_begun(self, rank: int) -> bool:
-        return os.path.lexists(self.begun_by(rank))
-
-    def written_by(self, rank: int) -> str:
-        """Returns the path of the part that is there, compressed if it has come from another machine; "": none is."""
-        path = self.part_of(rank)
-        return next((found for found in (path, f"{path}.gz") if os.path.exists(found)), "")
-
-
-@frozen_record
 class LaunchSpec:
     """One launch on one machine, as agent and workers need it. Times in seconds, None = no limit."""
 
@@ -152,7 +123,7 @@ class LaunchSpec:
     debug: str = (
         ""  # "pdb": each rank has a channel to its caller's prompt; "debugpy", "debugpy:0,2": these wait; JSON: ide.py
     )
-    profile: ProfileOrder | None = None
+    sections: Mapping[str, object] = field(default_factory=dict)  # by feature: what its parts elsewhere need
     piped: tuple[tuple[int, ...], ...] = ()  # by local rank: the streams that go to the launcher in pipes
 
     @property

@@ -29,7 +29,6 @@ from mlaunch.rank.base import Rank, RankArgs, Task
 from mlaunch.rank.for_users import current_device
 from mlaunch.rank.setup import device, environment, group, main_module, process, rich_display, text_bars
 from mlaunch.rank.setup.process import StampedFile
-from mlaunch.rank.step_profile import profiling
 from mlaunch.rendezvous import tcp_store
 from mlaunch.torch_parts import process_groups
 
@@ -174,9 +173,11 @@ class FunctionRank(Rank):
 
     def _call(self, function: Callable[..., Any], call: Call) -> Any:
         run = function if self._debugger is None else functools.partial(self._debugger.run, function)
-        if self._spec.profile is None:  # most have none
+        if not self._spec.sections:
             return run(*call.args, **call.kwargs)
-        with profiling(self._spec, self._args.local_rank):
+        from mlaunch.core.load import around_call  # which most calls do not need
+
+        with around_call(self._spec, self._args.local_rank):
             return run(*call.args, **call.kwargs)
 
     def _outcome_of(self, _call: Call, value: object) -> object:

@@ -24,13 +24,13 @@ from importlib.machinery import SourceFileLoader
 from typing import Any, TextIO
 
 from mlaunch.base.misuse import misuse
+from mlaunch.core.load import around_call
 from mlaunch.protocol import error_file, sources
 from mlaunch.protocol.messages.launch_messages import Phase
 from mlaunch.protocol.spec import ScriptTarget
 from mlaunch.rank.base import Rank, RankArgs
 from mlaunch.rank.remote_error import below_ours
 from mlaunch.rank.setup import device, environment, process
-from mlaunch.rank.step_profile import profiling
 from mlaunch.rank.whole_lines import Text, WholeLines
 
 _STREAMS = ("stdin", "stdout", "stderr")
@@ -48,7 +48,7 @@ class ScriptRank(Rank):
         try:
             self._become_rank()
             self._enter(Phase.COMMANDED)
-            with profiling(self._spec, self._args.local_rank):
+            with around_call(self._spec, self._args.local_rank):
                 if self._command.source is None:
                     _RUN[self._command.kind](self._command.target)
                 else:

@@ -300,7 +300,10 @@ def test_command_lines_that_are_refused(
 @pytest.mark.slow  # it starts an interpreter, which counts no ranks before
 def test_ranks_that_a_command_does_not_have(tmp_path: Path) -> None:
     done = run(tmp_path, "--profile", "t", "--profile-ranks", "0,2", write(tmp_path, "open('it ran', 'w')"))
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, "mlaunch run: --profile-ranks 0,2: allowed: 0 to 0")
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (
+        2,
+        "mlaunch run: --profile-ranks 0,2 with ranks 0 to 0: allowed: these",
+    )
     assert os.listdir(tmp_path) == ["train.py"]
 
 

@@ -220,7 +220,8 @@ def launch_of(stream: FrameStream, monkeypatch: pytest.MonkeyPatch) -> tuple[Mac
         grace_period=1.0, seconds=None, streams=lambda _: (1,), rank_start=0, local_world_size=1, launch_id="full",
         context=SimpleNamespace(environ={}), stop_on=(),
     )  # fmt: skip
-    return MachineLaunch(stream, spec, server, -1, Term(stream)), agent
+    parts: Any = SimpleNamespace(spec=spec, last_words=lambda _spec: ())
+    return MachineLaunch(stream, parts, server, -1, Term(stream)), agent
 
 
 def test_a_machine_whose_ranks_say_nothing_answers_each_sign_of_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +250,7 @@ def test_all_that_is_in_a_pipe_is_passed_on_after_the_agents_last_word(monkeypat
             agent.send(RanksStarting(0.0, "full", 0, 1), [board.fd])
             agent.send(RankStarted(0, 1, 0.0), [hear])
             agent.send(Finished())
-            monkeypatch.setattr(launch, "_send_trace", lambda: None)
+            monkeypatch.setattr(launch, "_send_last_words", lambda: None)
             launch.run()
         found = [record for record, _ in caller.receive()]
         while not isinstance(found[-1], MachineDone):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from mlaunch.features import FEATURES, OPTIONS
 from mlaunch.rank.setup import device
 from tests.conftest import ROOT
 
@@ -77,11 +78,19 @@ ROOMS = (
 )
 
 
+# A feature is a folder. Its files are named after the process that runs them: whose room they are in.
+ROOM_OF_FILE = {
+    "command": "cli", "member": "member", "caller": "caller", "server": "forkserver", "agent": "agent", "rank": "rank",
+    "wire": "protocol",
+}  # fmt: skip
+ROOM_OF_NAME = {"_version": "base", "features": "base", "core": "protocol"}
+NAMES = {feature.name for feature in FEATURES}
+
+
 def room_of(module: str) -> int:
-    """The rooms are packages; what lies beside them is for users, except the version, which imports nothing."""
-    name = module.split(".")[1] if "." in module else "top"
-    if name == "_version":
-        name = "base"
+    """The rooms are packages; what lies beside them is for users, except the version and the list of features."""
+    _, name, file, *_ = [*module.split("."), "top", ""]
+    name = ROOM_OF_FILE.get(file, "base") if name in NAMES else ROOM_OF_NAME.get(name, name)
     return ROOMS.index(name) if name in ROOMS else ROOMS.index("top")
 
 
@@ -92,11 +101,17 @@ def tree_of(path: Path) -> ast.Module:
 
 @functools.cache
 def imports_of(module: str) -> set[str]:
-    """The modules of this package that it imports anywhere: in functions and for type checkers, too."""
+    """The modules of this package that it imports anywhere: in functions and for type checkers, too.
+
+    Of the core's hook points only what they import as they run: they describe all processes, and run in each.
+    """
     path = ROOT / (module.replace(".", "/"))
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    tree = tree_of(path)
+    if module.startswith("mlaunch.core."):
+        tree = ast.Module([node for node in tree.body if not isinstance(node, ast.If)], [])
     found = set()
-    for node in ast.walk(tree_of(path)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -114,6 +129,36 @@ def test_imports_follow_forks() -> None:
     ]
     assert not wrong, "\n".join(wrong)
     assert len([edge for module in MODULES for edge in imports_of(module)]) > 200  # it has found them
+
+
+def test_files_of_features_name_their_process() -> None:
+    for feature in NAMES:
+        files = {path.name.partition(".")[0] for path in (ROOT / "mlaunch" / feature).iterdir()}
+        assert files - {"__init__", "__pycache__"} <= ROOM_OF_FILE.keys(), feature
+
+
+def test_nobody_imports_a_feature_but_itself() -> None:
+    """``core/load.py`` does, by its name, where a launch has asked for it: so each can be taken out."""
+    wrong = [
+        f"{module} imports {imported}"
+        for module in MODULES
+        for imported in imports_of(module)
+        if NAMES & {*imported.split(".")[1:2]} - {*module.split(".")[1:2]}
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+# The options that users' editors need to see are listed here, with what is written where.
+LISTS_OPTIONS = {"options", "features.py"}
+
+
+def test_the_core_names_no_feature() -> None:
+    """Neither a feature nor an option of one, in code: words that explain may."""
+    for path in (ROOT / "mlaunch").rglob("*.py"):
+        if LISTS_OPTIONS.isdisjoint(path.parts) and path.relative_to(ROOT).parts[1] not in NAMES:
+            named = {node.attr for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)}
+            named |= {str(node.arg) for node in ast.walk(tree_of(path)) if isinstance(node, ast.keyword | ast.arg)}
+            assert not named & OPTIONS, path
 
 
 def test_no_circle_of_modules() -> None:
@@ -146,7 +191,8 @@ def test_files_can_be_read_at_once() -> None:
 
 
 def test_a_name_stands_for_one_thing() -> None:
-    paths = [path for path in (ROOT / "mlaunch").rglob("*.py") if path.name not in {"__init__.py", "main.py"}]
+    process = {f"{name}.py" for name in ROOM_OF_FILE}
+    paths = [path for path in (ROOT / "mlaunch").rglob("*.py") if path.name not in {"__init__.py", "main.py", *process}]
     trees = [tree_of(path) for path in (ROOT / "mlaunch").rglob("*.py")]
     classes = [node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
     files = [path.name for path in paths if path.parent != ROOT / "mlaunch"]  # those are public

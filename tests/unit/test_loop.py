@@ -104,7 +104,11 @@ INSIDE = {
     "mlaunch.cli.debug_command": "test_without_an_id",
     "mlaunch.caller.ahead": "test_the_first_launch_can_be_prepared_too",
     "mlaunch.caller.inline": "test_a_call_in_this_process",
-    "mlaunch.caller.launch.call_trace": "test_steps_that_the_function_counts",
+    "mlaunch.core.load": "test_steps_that_the_function_counts",
+    "mlaunch.core.parts": "test_steps_that_the_function_counts",
+    "mlaunch.profile.caller.trace_file": "test_steps_that_the_function_counts",
+    "mlaunch.profile.rank": "test_steps_that_the_function_counts",
+    "mlaunch.profile.wire": "test_steps_that_the_function_counts",
     "mlaunch.caller.launch.hints": "test_a_killed_ranks_peak_memory_is_told",
     "mlaunch.caller.detectron2": "test_launch",
     "mlaunch.caller.output.files": "test_files",
@@ -120,7 +124,7 @@ INSIDE = {
     "mlaunch.caller.warm_up": "test_the_first_launch_can_be_prepared_too",
     "mlaunch.cli.job_spec": "test_the_plan",
     "mlaunch.cli.secrets_in_text": "test_a_report_holds_what_helps_and_no_secret",
-    "mlaunch.cli.profile_flags": "test_command_lines_that_are_refused",
+    "mlaunch.profile.command": "test_command_lines_that_are_refused",
     "mlaunch.engines.launch.attempts": "test_machines_that_are_held",
     "mlaunch.engines.launch.engine_call": "test_machines_that_are_held",
     "mlaunch.engines.cluster": "test_machines_that_are_held",
@@ -185,7 +189,6 @@ INSIDE = {
     "mlaunch.rank.for_users.logs": "test_the_rank_zero_filter",
     "mlaunch.leases.circles": "test_a_circle_is_refused_as_it_closes",
     "mlaunch.rank.whole": "test_values_come_by_rank_and_the_processes_stay",
-    "mlaunch.rank.step_profile": "test_steps_that_the_function_counts",
     "mlaunch.rank.setup.main_module": "test_closures_lambdas_and_local_classes_travel",
     "mlaunch.rendezvous.barrier": "test_ranks_share_the_launchs_own_server",
     "mlaunch.rendezvous.link.link_handle": "test_two_machines_that_are_threads",
@@ -202,7 +205,7 @@ INSIDE = {
 # is tried by test_lacking_torch_parts.py, in processes from which its names are taken.
 FRESH = {"mlaunch.member.main", "mlaunch.caller.server.zygote_upkeep", "mlaunch.protocol.messages.zygote_messages"}
 FRESH |= {"mlaunch.rank.debugging.visit", "mlaunch.base.inherited"}
-FRESH |= {"mlaunch.member.trace_parts"}  # of a profile on machines: torch's profiler alone takes seconds to import
+FRESH |= {"mlaunch.profile.member"}  # of a profile on machines: torch's profiler alone takes seconds to import
 FRESH |= {f"mlaunch.torch_parts.{name}" for name in ("lacking", "numa", "recorder")}
 FRESH |= {f"mlaunch.forkserver.{name}" for name in ("takeover", "zygote", "zygote_start")}
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from mlaunch.caller.report import merged_trace
-from mlaunch.caller.report.merged_trace import CutTraceError, events_of
 from mlaunch.caller.report.records import LaunchRecord, RankReport, Span
+from mlaunch.profile.caller import merged_trace
+from mlaunch.profile.caller.merged_trace import CutTraceError, events_of
 
 BEGUN = 1_000_000.0  # seconds of the epoch
 BASE = 999_000 * 10**9  # nanoseconds

@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 
 from mlaunch.base import own_files
-from mlaunch.caller.launch.call_trace import CallTrace, PartsOfMachines
 from mlaunch.caller.many.trial_file import TrialFile, TrialKey
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.files import LogFile, new_directory
+from mlaunch.core.load import as_keyword
 from mlaunch.leases import site
+from mlaunch.profile.caller.trace_file import CallTrace
+from mlaunch.profile.rank import StepProfile
+from mlaunch.profile.wire import ProfileOrder, TracePart
 from mlaunch.protocol import error_file, registry, zygote_place
-from mlaunch.protocol.spec import ProfileOrder
-from mlaunch.rank.step_profile import StepProfile
 from tests.another_user import said_by_another_user
 
 
@@ -223,8 +224,8 @@ def test_a_trace_is_not_written_through_a_link(tmp_path: Path, capfd: pytest.Cap
     """Neither by ranks, nor of what other machines send, nor as a whole, where somebody may rename beside it."""
     aim, recorded = tmp_path / "home", SimpleNamespace(export_chrome_trace=lambda path: Path(path).touch())
     aim.mkdir()
-    trace: Any = CallTrace(Options(profile=tmp_path / "trace.json"))
-    order: ProfileOrder = trace.order
+    trace: Any = CallTrace(Options(profile=tmp_path / "trace.json"), as_keyword)
+    order: ProfileOrder = trace.section
     profile: Any = StepProfile(order, 0)
     profile._write(recorded)
     assert order.written_by(0)
@@ -232,9 +233,9 @@ def test_a_trace_is_not_written_through_a_link(tmp_path: Path, capfd: pytest.Cap
     os.symlink(aim, order.directory)
     profile._try(lambda: profile._write(recorded))
     assert "mlaunch: rank 0 is not profiled: NotADirectoryError" in capfd.readouterr().err
-    PartsOfMachines(order).add(1, b"part")
+    trace.heard(TracePart(1, b"part"))
     report: Any = SimpleNamespace(ranks=[SimpleNamespace(rank=0)])
     with pytest.raises(NotADirectoryError):
         trace._write(report, {0: order.part_of(0)}, print)
-    trace.__exit__()
+    trace.close()
     assert [*aim.iterdir()] == []

@@ -17,14 +17,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlaunch.base import rlimits
 from mlaunch.base.exceptions import LaunchError
 from mlaunch.base.misuse import misuse
 from mlaunch.caller import interrupts
 from mlaunch.caller.launch import hints
-from mlaunch.caller.launch.plan import Attempt, ThisMachine, check_profile_ranks, plan
+from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.caller.launch.restarts import with_restarts
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.launch.start import start
@@ -39,7 +39,10 @@ from mlaunch.caller.server.warm import warm_server
 from mlaunch.caller.stop_order import StopOrder
 from mlaunch.caller.warn import warn_caller
 from mlaunch.protocol.calls import Call
-from mlaunch.protocol.spec import Context, LaunchSpec, ProfileOrder
+from mlaunch.protocol.spec import Context, LaunchSpec
+
+if TYPE_CHECKING:
+    from mlaunch.core.load import CallerParts
 
 # A warm server that is killed just before the call still looks alive, and so does a prepared launch.
 TRIES = 3
@@ -60,20 +63,19 @@ def call_on_ranks(
         # 400 interrupts within the first 12 ms of a call some leaked descriptors, and one lost the fork server's
         # first word.
         with attempts.order, interrupts.deferred():
-            return attempts.all() if options.profile is None else _traced(attempts)
+            return _with_parts(attempts) if options.features else attempts.all()
     except OSError as error:
         rlimits.name_limit(error)
         raise
 
 
-def _traced(attempts: _Attempts) -> Ended:
-    """Makes the attempts, and the file of ``profile=`` of what the last one wrote."""
-    from mlaunch.caller.launch.call_trace import CallTrace  # for this alone
+def _with_parts(attempts: _Attempts) -> Ended:
+    """Makes the attempts with the parts of what the options ask for."""
+    from mlaunch.core.load import CallerParts  # which most calls do not need
 
-    with CallTrace(attempts.options) as trace:
-        ended = dataclasses.replace(attempts, profile=trace.order).all()
-        with interrupts.allowed():  # it may take long
-            trace.finish(ended, warn_caller)
+    with CallerParts(attempts.options) as parts:
+        ended = dataclasses.replace(attempts, parts=parts).all()
+        parts.settled(ended, warn_caller)
         return ended
 
 
@@ -97,7 +99,7 @@ class _Attempts:
     call: Call
     name: str
     order: StopOrder
-    profile: ProfileOrder | None = None
+    parts: CallerParts | None = None
 
     def all(self) -> Ended:
         """Returns how the last one ended."""
@@ -109,7 +111,7 @@ class _Attempts:
         while True:
             left -= 1
             try:
-                return self._try(Attempt(restart_count, time_left, self.profile))
+                return self._try(Attempt(restart_count, time_left, self.parts))
             except ServerGoneError as error:
                 if self.options.start_method != "forkserver":  # then the server was this call's own
                     raise
@@ -158,8 +160,8 @@ def planned(
     """
     try:
         spec = plan(options, machine, name, environ, number)
-        if number.profile is not None:
-            check_profile_ranks(number.profile, spec.world_size)
+        if number.parts is not None:
+            number.parts.planned(spec)
         if surroundings is None:
             return spec
         return dataclasses.replace(spec, context=dataclasses.replace(surroundings, environ=dict(environ)))

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from multiprocessing.process import current_process
+from typing import TYPE_CHECKING
 
 from mlaunch.base import child_debugging, linux, rlimits, signals
 from mlaunch.base.frozen_record import frozen_record
@@ -18,8 +19,11 @@ from mlaunch.caller.report import notebook
 from mlaunch.protocol import token as tokens
 from mlaunch.protocol.messages.launch_messages import Ready
 from mlaunch.protocol.settings import of_this_process
-from mlaunch.protocol.spec import Context, LaunchSpec, ProfileOrder, Rendezvous, new_launch_id
+from mlaunch.protocol.spec import Context, LaunchSpec, Rendezvous, new_launch_id
 from mlaunch.rank.setup import device
+
+if TYPE_CHECKING:
+    from mlaunch.core.load import CallerParts
 
 
 @frozen_record
@@ -32,11 +36,14 @@ class ThisMachine:
 
 @frozen_record
 class Attempt:
-    """What differs between the attempts of a call. ``time_left``: seconds of its deadline, None: it has none."""
+    """What differs between the attempts of a call. ``time_left``: seconds of its deadline, None: it has none.
+
+    ``parts``: of the features that the call asks for; None: of none.
+    """
 
     restart_count: int
     time_left: float | None
-    profile: ProfileOrder | None = None
+    parts: CallerParts | None = None
 
 
 def plan(options: Options, machine: ThisMachine, name: str, environ: Mapping[str, str], attempt: Attempt) -> LaunchSpec:
@@ -76,7 +83,7 @@ def plan(options: Options, machine: ThisMachine, name: str, environ: Mapping[str
         debug=debug_word(options.debug, world_size) or child_debugging.address(),
         stall_ends=stall_ends,
         rank0_only=options.results == "rank0",
-        profile=attempt.profile,
+        sections={} if attempt.parts is None else attempt.parts.sections,
     )
 
 
@@ -94,12 +101,6 @@ def _check_world(options: Options, placed: DeviceChoice, world_size: int) -> Non
             f"world_size={world_size} with {here} rank(s) on this machine: the others are on machines that have to "
             f"find each other; give port= (1 to 65535), master_ip= and rank_start=, or engine= instead"
         )
-
-
-def check_profile_ranks(order: ProfileOrder, world_size: int) -> None:
-    """Raises ValueError if ranks are to be profiled that there will not be."""
-    if order.ranks is not None and max(order.ranks) >= world_size:
-        raise ValueError(f"profile_ranks={list(order.ranks)} with ranks 0 to {world_size - 1}: allowed: these")
 
 
 def _cluster(options: Options, environ: Mapping[str, str], name: str) -> Rendezvous:

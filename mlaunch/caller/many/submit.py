@@ -19,10 +19,11 @@ from mlaunch.caller.many.loop import loop
 from mlaunch.caller.many.run_future import Run, RunCourse
 from mlaunch.caller.options.launch_options import Options, about
 from mlaunch.caller.report.launch_report import LaunchReport
+from mlaunch.features import FEATURES
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import Context
 
-_ELSEWHERE = {"max_preemptions": 0, "ranks": None, "profile": None, "start_method": "forkserver"}
+_ELSEWHERE = {"max_preemptions": 0, "ranks": None, "start_method": "forkserver"}
 
 
 def submit(options: Options, call: Call, name: str, keep_report: Callable[[LaunchReport], None]) -> Run:
@@ -59,7 +60,7 @@ def check(options: Options, name: str, method: str) -> None:
         raise misuse(ValueError(f"inline=True with {method}(): allowed: a blocking call, which runs the function here"))
     if options.debug:
         raise misuse(ValueError(f"debug={options.debug!r} with {method}(): allowed: a blocking call"))
-    for option, usual in _ELSEWHERE.items():
+    for option, usual in {**_ELSEWHERE, **{one.options[0]: None for one in FEATURES if one.one_call}}.items():
         if getattr(options, option) != usual:
             raise misuse(ValueError(f"{option}={getattr(options, option)!r} with {method}(): allowed: {usual!r}, or a "
                                     f"blocking call in a thread"))  # fmt: skip

@@ -6,6 +6,7 @@ be written elsewhere (``option_types``, the flags of the command) is held to the
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, fields
@@ -13,7 +14,7 @@ from datetime import timedelta
 from typing import Any, cast
 
 from mlaunch.base.frozen_record import frozen_record
-from mlaunch.caller.options import profile_options, trouble_options
+from mlaunch.caller.options import trouble_options
 from mlaunch.caller.options.call_targets import PlacesRanks, TakesCalls
 from mlaunch.caller.options.option_checks import HIGHEST_PORT, check_together
 from mlaunch.caller.options.option_values import (
@@ -22,12 +23,15 @@ from mlaunch.caller.options.option_values import (
     Choice,
     Devices,
     Directory,
+    FilePath,
+    FromTo,
     Leasing,
     Name,
     Seconds,
     Secret,
     Seed,
     Signals,
+    SomeRanks,
     Staying,
     Switch,
     Variables,
@@ -35,6 +39,7 @@ from mlaunch.caller.options.option_values import (
     option,
 )
 from mlaunch.caller.options.trouble_options import StallLimit
+from mlaunch.features import Feature, asked_for
 
 
 def about(name: str) -> About:
@@ -216,9 +221,19 @@ class Options:
         Switch(),
         "Shows a line that tells how far the launch is: in notebooks, and on terminals (extra ``notebook``).",
     )
-    profile: str | os.PathLike[str] | None = profile_options.PROFILE
-    profile_steps: Sequence[int] = profile_options.STEPS
-    profile_ranks: Sequence[int] | None = profile_options.RANKS
+    profile: str | os.PathLike[str] | None = option(
+        None,
+        FilePath(),
+        "A file that gets a trace of torch.profiler, with a track for each rank and the launch's own timeline, for "
+        'https://ui.perfetto.dev; a name with ".gz" at its end is compressed. Replaced if it exists.',
+    )
+    profile_steps: Sequence[int] = option(
+        (5, 8),
+        FromTo(),
+        "The steps to trace: from the first of these numbers on, until before the second. ``mlaunch.progress`` or "
+        "``mlaunch.step()`` counts them, from 0.",
+    )
+    profile_ranks: Sequence[int] | None = option(None, SomeRanks(), "The ranks to trace. None: all.")
     keep: float | None = option(
         None,
         Seconds(optional=True, none=""),
@@ -254,6 +269,11 @@ class Options:
     @property
     def timeout_seconds(self) -> float | None:
         return self.timeout.total_seconds() if isinstance(self.timeout, timedelta) else self.timeout
+
+    @functools.cached_property
+    def features(self) -> list[Feature]:
+        """Those that are asked for."""
+        return asked_for(self)
 
     def replaced(self, changes: Mapping[str, Any]) -> Options:
         """Returns a checked copy. TypeError for a name that is no option."""

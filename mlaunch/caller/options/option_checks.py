@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from mlaunch.caller.options.profile_options import check_profile
+from mlaunch.features import FEATURES
 
 HIGHEST_PORT = 65535
 
@@ -19,7 +19,7 @@ def check_together(given: Mapping[str, Any]) -> None:
     _check_engine(given)
     _check_lease(given)
     _check_debug(given)
-    check_profile(given)
+    _check_features(given)
     _check_inline(given)
 
 
@@ -94,6 +94,15 @@ def _check_inline(given: Mapping[str, Any]) -> None:
         if given[name] != usual:
             raise ValueError(f"{name}={given[name]!r} with inline=True: allowed: {usual!r}; nothing but the function "
                              f"runs, in this process")  # fmt: skip
+
+
+def _check_features(given: Mapping[str, Any]) -> None:
+    elsewhere = {"ranks": "these ranks were started without it", "keep": "these ranks stay"}
+    for feature in FEATURES:
+        name = feature.options[0]
+        for other, why in elsewhere.items() if feature.one_call and given[name] is not None else ():
+            if given[other] is not None:
+                raise ValueError(f"{name}={given[name]!r} with {other}=: {why}; allowed: a call with ranks of its own")
 
 
 def asks_for_lease(given: Mapping[str, Any]) -> bool:

@@ -221,6 +221,55 @@ def _can_be_set(text: str) -> bool:
         return False
 
 
+class FilePath:
+    """The path of a file, or None."""
+
+    def __str__(self) -> str:
+        return "the path of a file, or None"
+
+    def check(self, name: str, value: object) -> None:
+        if value is not None and not isinstance(value, str | os.PathLike):
+            raise TypeError(f"{name}={value!r}: allowed: {self}")
+        if value is not None and not os.fspath(value):
+            raise ValueError(f"{name}='': allowed: {self}")
+
+
+class FromTo:
+    """Two numbers of steps. ``of_flag``: what a flag of them may be."""
+
+    of_flag = "two numbers of steps, from 0: the first one and the one after the last, 5,8"
+
+    def __str__(self) -> str:
+        return "two numbers of steps, from 0: the first one and the one after the last, (5, 8)"
+
+    def check(self, name: str, value: object) -> None:
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise TypeError(f"{name}={value!r}: allowed: {self}")
+        for number in value:
+            Whole(0).check(name, number)
+        if len(value) != 2 or not value[0] < value[1]:
+            raise ValueError(f"{name}={value!r}: allowed: {self}")
+
+
+class SomeRanks:
+    """Ranks, each once, or None for all. ``of_flag``: what a flag of them may be."""
+
+    of_flag = "ranks, each once, with commas between them"
+
+    def __str__(self) -> str:
+        return "a list of ranks, or None for all"
+
+    def check(self, name: str, value: object) -> None:
+        if value is None:
+            return
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise TypeError(f"{name}={value!r}: allowed: {self}")
+        for number in value:
+            Whole(0).check(name, number)
+        if not value or len(set(value)) != len(value):
+            raise ValueError(f"{name}={list(value)}: allowed: at least one rank, each once")
+
+
 class Staying:
     """Ranks that stay."""
 

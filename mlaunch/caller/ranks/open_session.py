@@ -24,7 +24,6 @@ from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import Context
 
 _INSTEAD = {
-    "profile": "it would have steps of many calls; profile in the function, with torch.profiler",
     "max_restarts": "it starts fresh ranks when they are lost; see restart=",
     "max_preemptions": "the next call starts fresh ranks",
     "keep": "see idle_timeout=",
@@ -90,6 +89,7 @@ def _check(options: Options) -> None:
             )
         )
     wrong = [f"{name} ({instead})" for name, instead in _INSTEAD.items() if getattr(options, name)]
+    wrong += [f"{one.options[0]} ({one.one_call})" for one in options.features if one.one_call]
     if wrong:
         raise misuse(ValueError(f"Ranks does not take {', '.join(wrong)}"))
     size = len(options.devices) if options.devices is not None else options.n_gpus

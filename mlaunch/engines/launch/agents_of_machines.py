@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from mlaunch.base.exceptions import RankFailure, describe_exit
 from mlaunch.base.fds import close_all, ready
-from mlaunch.caller.launch.call_trace import PartsOfMachines
 from mlaunch.engines.launch.machine import Machine, last_lines
 from mlaunch.engines.launch.machines_stop import MachinesStop
 from mlaunch.engines.launch.output_pipes import Backlog
@@ -41,16 +40,17 @@ from mlaunch.protocol.messages.member_messages import (
     FromAgent,
     MachineDone,
     MemberAnswer,
+    PartSays,
     Printed,
     Reports,
     Rows,
     Seen,
     ServerEnded,
-    TracePart,
 )
 from mlaunch.protocol.messages.stop_messages import AskToStop, RanksFrozen
 
 if TYPE_CHECKING:
+    from mlaunch.core.load import CallerParts
     from mlaunch.protocol.messages.channels import AgentHears, AgentSays, LaunchersEnd
     from mlaunch.protocol.messages.member_streams import MemberHears, MemberSays
 
@@ -67,7 +67,7 @@ class MergedAgent:
         self._world_size = world_size
         self._end_of, self._times, self.lookout = end_of, times, lookout
         self._open = {machine.stream.fileno(): machine for machine in machines}
-        self.parts = PartsOfMachines(None)  # of a profile
+        self.parts: CallerParts | None = None  # of the call's features
         self._stop = MachinesStop(self._open, self._tell, lookout)
         self._board = Board.create(world_size)
         self._backlog = Backlog()
@@ -188,6 +188,10 @@ class MergedAgent:
         self._lost = True
         self._tell(failure)
 
+    def _hear_part(self, record: PartSays) -> None:
+        if self.parts is not None:
+            self.parts.heard(record.feature, record.news)
+
     def _take(self, machine: Machine, record: MemberSays, content: int) -> None:
         if isinstance(record, Printed):
             self._backlog.add(record.rank, record.stream, record.data)
@@ -195,8 +199,8 @@ class MergedAgent:
             machine.note_on(self._board, record)
         elif isinstance(record, FromAgent):
             self._take_from_agent(machine, record.record, content)
-        elif isinstance(record, TracePart):
-            self.parts.add(record.rank, record.data)
+        elif isinstance(record, PartSays):
+            self._hear_part(record)
         elif isinstance(record, Seen):
             self.lookout.take(machine, record.number, content)
         elif isinstance(record, ServerEnded):

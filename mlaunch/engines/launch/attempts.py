@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 
 from mlaunch.base.exceptions import LaunchTimeout, report_of
-from mlaunch.caller.launch.call_trace import CallTrace
 from mlaunch.caller.launch.plan import Attempt
 from mlaunch.caller.launch.restarts import with_restarts
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.stop_order import StopOrder
+from mlaunch.core.load import CallerParts
 from mlaunch.engines.launch.engine_launch import MachinesLaunch, MakesPlan, Work
 from mlaunch.engines.launch.placed_machines import PlacedMachines
 
@@ -27,9 +27,9 @@ class Attempts:
         self._begun = 0  # attempts
         self._preempted = False  # the machines of the last one were taken
 
-    def run(self, order: StopOrder, trace: CallTrace, most: int) -> Ended:
+    def run(self, order: StopOrder, parts: CallerParts | None, most: int) -> Ended:
         """Returns how the last one ended. ``most``: how often machines may be taken, and it starts anew on others."""
-        self._order, self._trace, self._most = order, trace, most
+        self._order, self._parts, self._most = order, parts, most
         begun, left = time.monotonic(), self._options.deadline
         for number in range(most + 1):
             again = left, self._options.max_restarts
@@ -49,7 +49,7 @@ class Attempts:
 
     def _attempt(self, time_left: float | None, _failed: int) -> Ended:
         self._machines.renew()
-        number = Attempt(self._begun, time_left, self._trace.order)
+        number = Attempt(self._begun, time_left, self._parts)
         made = MachinesLaunch(self._machines, self._options, self._work, self._output, number)
         self._begun += 1
         ended = made.run(self._order)

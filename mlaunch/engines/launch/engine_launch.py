@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TypeVar
 
+from mlaunch import features
 from mlaunch.base import signals
 from mlaunch.base.linux import working_directory
 from mlaunch.base.text import ranges
-from mlaunch.caller.launch.call_trace import PartsOfMachines
 from mlaunch.caller.launch.handle import LaunchHandle
-from mlaunch.caller.launch.plan import Attempt, check_profile_ranks
+from mlaunch.caller.launch.plan import Attempt
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.launch.start import name_culprit
 from mlaunch.caller.options.launch_options import Options
@@ -44,7 +44,7 @@ from mlaunch.rendezvous.address import LOOPBACK
 _OURS = {
     "world_size", "rank_start", "master_ip", "port", "token", "output", "log_dir", "progress", "keep",
     "ranks", "engine", "machines", "max_restarts", "max_preemptions", "start_method", "join", "stall",
-    "profile", "profile_steps", "profile_ranks",
+    *features.OPTIONS,
 }  # fmt: skip
 END_TIMEOUT = 2.0  # seconds for the last words of a launch, once its ranks have ended
 M = TypeVar("M", bound=MergedAgent)
@@ -145,8 +145,8 @@ class MachinesLaunch:
         self.placed.prepare(self._order(), self.options.join_timeout)
         machines = self.placed.machines
         spec = self._spec([machine.given for machine in machines])
-        if self.number.profile is not None:
-            check_profile_ranks(self.number.profile, spec.world_size)
+        if self.number.parts is not None:
+            self.number.parts.planned(spec)
         meet_at = self._master_ip(machines[0].given)
         history.ready = time.monotonic()
         history.hosts = {rank: machine.host for machine in machines for rank in machine.ranks}
@@ -164,7 +164,7 @@ class MachinesLaunch:
         machines = self.placed.machines
         lookout = Lookout(replace(spec, launch_id=new_launch_id()), machines)  # a machine here may show its own
         merged = kind(machines, spec.world_size, self.placed.end_of, times, lookout)
-        merged.parts = PartsOfMachines(self.number.profile)
+        merged.parts = self.number.parts
         return merged
 
     def _order(self) -> AskOffer:
@@ -189,7 +189,7 @@ class MachinesLaunch:
             command=self.work.command,
             node_rank=machine.place,
             num_nodes=len(self.placed.machines),
-            profile=self.number.profile,
+            sections=spec.sections,
             stays=spec.launch_id if spec.stays else "",
         )
 
@@ -239,6 +239,7 @@ class MachinesLaunch:
             stall=stall,
             stall_ends=stall_ends,
             command=self.work.command,
+            sections={} if self.number.parts is None else self.number.parts.sections,
         )
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlaunch._version import __version__
 from mlaunch.protocol.messages.prepared_messages import Details
-from mlaunch.protocol.spec import ProfileOrder, ScriptTarget
+from mlaunch.protocol.spec import ScriptTarget
 
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import AgentSays
@@ -148,7 +148,7 @@ class Start:
     command: ScriptTarget | None = None
     node_rank: int = 0
     num_nodes: int = 1
-    profile: ProfileOrder | None = None  # in a directory of the machine's own
+    sections: Mapping[str, object] = field(default_factory=dict)  # of the launch's spec
     stays: str = ""  # the launch's id, if its ranks stay: they know by it what they hold; "": they do not
 
 
@@ -169,11 +169,11 @@ class Printed:
 
 
 @dataclass(frozen=True)
-class TracePart:
-    """A piece of what torch.profiler has written of a rank, compressed."""
+class PartSays:
+    """What a feature's part on this machine has for its part in the caller."""
 
-    rank: int
-    data: bytes
+    feature: str
+    news: object
 
 
 @dataclass(frozen=True)

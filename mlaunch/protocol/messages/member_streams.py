@@ -21,6 +21,7 @@ from mlaunch.protocol.messages.member_messages import (
     Look,
     MachineDone,
     MemberAnswer,
+    PartSays,
     Printed,
     Reach,
     Reports,
@@ -28,7 +29,6 @@ from mlaunch.protocol.messages.member_messages import (
     Seen,
     ServerEnded,
     Start,
-    TracePart,
 )
 from mlaunch.protocol.messages.stop_messages import FreezeRanks, StopRanks, ThawRanks
 
@@ -39,7 +39,7 @@ MemberHears = (
 )  # fmt: skip
 MemberSays = (
     MemberAnswer
-    | (FromAgent | Printed | Rows | Reports | Seen | Alive | ServerEnded | TracePart | MachineDone)
+    | (FromAgent | Printed | Rows | Reports | Seen | Alive | ServerEnded | PartSays | MachineDone)
 )  # fmt: skip
 CallersStream: TypeAlias = FrameStream[MemberSays, MemberHears]
 MembersStream: TypeAlias = FrameStream[MemberHears, MemberSays]

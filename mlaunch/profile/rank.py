@@ -1,4 +1,4 @@
-"""Profiles some steps of one call of this rank with torch's profiler, for ``profile=``."""
+"""Profiles some steps of one call of this rank with torch's profiler."""
 
 from __future__ import annotations
 
@@ -12,17 +12,29 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.own_files import open_file, this_users_directory
-from mlaunch.protocol.spec import LaunchSpec, ProfileOrder
+from mlaunch.core.parts import RankPart
+from mlaunch.profile.wire import ProfileOrder
 from mlaunch.rank.for_users import progress
 
 if TYPE_CHECKING:
     from torch import profiler
 
 
-def profiling(spec: LaunchSpec, local_rank: int) -> contextlib.AbstractContextManager[None]:
-    """Holds while a rank runs what it was started for: profiles the steps that are wanted of it, if any."""
-    order, rank = spec.profile, spec.rank(local_rank)
-    return contextlib.nullcontext() if order is None or not order.wants(rank) else StepProfile(order, rank)
+class ProfiledRank(RankPart):
+    """A rank of a launch with ``profile=``."""
+
+    def __init__(self, order: ProfileOrder, rank: int) -> None:
+        self._order, self._rank = order, rank
+
+    def around_call(self) -> contextlib.AbstractContextManager[None]:
+        """Return what profiles the steps that are wanted of this rank, if any are."""
+        wanted = self._order.wants(self._rank)
+        return StepProfile(self._order, self._rank) if wanted else contextlib.nullcontext()
+
+
+def part(section: ProfileOrder, rank: int) -> ProfiledRank:
+    """Make a rank's part."""
+    return ProfiledRank(section, rank)
 
 
 class StepProfile:

@@ -5,45 +5,70 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, cast
 
 from mlaunch.base import own_files
 from mlaunch.base.text import name_ranks
-from mlaunch.caller.launch.settle import Ended
+from mlaunch.caller import interrupts
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.report import merged_trace
 from mlaunch.caller.report.launch_report import LaunchReport
-from mlaunch.protocol.spec import ProfileOrder
+from mlaunch.core.parts import CallerPart, Spell, Tell
+from mlaunch.profile.caller import merged_trace
+from mlaunch.profile.wire import ProfileOrder, TracePart
+from mlaunch.protocol.spec import LaunchSpec
+
+if TYPE_CHECKING:
+    from mlaunch.caller.launch.settle import Ended
 
 
-class CallTrace:
-    """Holds over the attempts of a call; the trace is that of the last one. Without ``profile=`` it does nothing.
+class CallTrace(CallerPart):
+    """The trace of a call, which is that of its last attempt. OSError where its file cannot be written.
 
-    Not a contextlib context manager, which would set attributes of what passes through it. ``named``: how the path
-    was given. OSError where no such file can be written.
+    ``spell``: how the options were given.
     """
 
-    def __init__(self, options: Options, named: str = "profile={!r}") -> None:
-        self.order: ProfileOrder | None = None  # for the ranks
-        if options.profile is not None:
-            self._path = os.path.abspath(os.fspath(options.profile))
-            self._named, self._shows = named.format(self._path), options.progress
-            ranks = None if options.profile_ranks is None else tuple(options.profile_ranks)
-            first, last = options.profile_steps
-            self.order = ProfileOrder(_directory_beside(self._path, self._named), first, last, ranks)
+    def __init__(self, options: Options, spell: Spell) -> None:
+        path = os.path.abspath(os.fspath(cast("str", options.profile)))
+        self._path, self._spell = path, spell
+        self._named = spell("profile", path)
+        ranks = None if options.profile_ranks is None else tuple(options.profile_ranks)
+        first, last = options.profile_steps
+        self.section: ProfileOrder = ProfileOrder(_directory_beside(path, self._named), first, last, ranks)
+        self._begun = set[int]()  # ranks of other machines of which this attempt has some
 
-    def __enter__(self) -> CallTrace:
-        return self
+    def close(self) -> None:
+        own_files.remove_directory(self.section.directory)
 
-    def __exit__(self, *_: object) -> None:
-        if self.order is not None:
-            own_files.remove_directory(self.order.directory)
+    def planned(self, spec: LaunchSpec) -> None:
+        """Raise ValueError if ranks are to be profiled that there will not be."""
+        self._begun.clear()
+        ranks, order = spec.world_size, self.section
+        if order.ranks is not None and max(order.ranks) >= ranks and not spec.count_machines:
+            wanted = self._spell("profile_ranks", order.ranks)
+            raise ValueError(f"{wanted} with ranks 0 to {ranks - 1}: allowed: these")
 
-    def finish(self, ended: Ended, tell: Callable[[str], None]) -> None:
-        """Writes the file, unless the call was interrupted; ``tell`` gets what is wrong with it."""
-        if self.order is None or not isinstance(ended.error, Exception | None):
+    def heard(self, news: object) -> None:
+        """Add a piece to the part of a rank on another machine, as long as there is room."""
+        if not isinstance(news, TracePart):
             return
-        order, report = self.order, ended.report()
+        path = f"{self.section.part_of(news.rank)}.gz"
+        with contextlib.suppress(OSError):  # a part that is cut is told of
+            begun, flags = news.rank in self._begun, os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            self._begun.add(news.rank)
+            with own_files.this_users_directory(os.path.dirname(path)) as there:
+                fd = own_files.open_file(os.path.basename(path), flags | (0 if begun else os.O_TRUNC), dir_fd=there)
+            with open(fd, "wb") as file:
+                file.write(news.data)
+
+    def settled(self, ended: Ended, tell: Tell) -> None:
+        """Write the file, unless the call was interrupted; ``tell`` gets what is wrong with it."""
+        if isinstance(ended.error, Exception | None):
+            with interrupts.allowed():  # it may take long
+                self._finish(ended.report(), tell)
+
+    def _finish(self, report: LaunchReport, tell: Tell) -> None:
+        order = self.section
         wanted = [rank.rank for rank in report.ranks if order.wants(rank.rank)]
         parts = {rank: path for rank in wanted if (path := order.written_by(rank))}
         if not parts:
@@ -61,7 +86,7 @@ class CallTrace:
         if missing := [rank for rank in wanted if rank not in parts]:
             tell(f"{self._named} lacks {_why_missing(order, missing)}")
 
-    def _write(self, report: LaunchReport, parts: Mapping[int, str], tell: Callable[[str], None]) -> None:
+    def _write(self, report: LaunchReport, parts: Mapping[int, str], tell: Tell) -> None:
         path, first = self._path, report.ranks[0].rank
         if first > 0:  # other machines of the launch have files of their own, and may share the file system
             path = _from_rank(path, first)
@@ -75,25 +100,9 @@ class CallTrace:
             tell(f"{self._named} has a part only of rank {rank}'s trace: {why}")
 
 
-class PartsOfMachines:
-    """The parts of ranks on other machines, which come in pieces, as long as there is room. ``order`` None: no."""
-
-    def __init__(self, order: ProfileOrder | None) -> None:
-        self._order = order
-        self._begun = set[int]()  # ranks of which this attempt has some
-
-    def add(self, rank: int, data: bytes) -> None:
-        """Adds a piece to a rank's part."""
-        if self._order is None:
-            return
-        path = f"{self._order.part_of(rank)}.gz"
-        with contextlib.suppress(OSError):  # a part that is cut is told of
-            begun, flags = rank in self._begun, os.O_WRONLY | os.O_CREAT | os.O_APPEND
-            self._begun.add(rank)
-            with own_files.this_users_directory(os.path.dirname(path)) as there:
-                fd = own_files.open_file(os.path.basename(path), flags | (0 if begun else os.O_TRUNC), dir_fd=there)
-            with open(fd, "wb") as file:
-                file.write(data)
+def part(options: Options, spell: Spell) -> CallTrace:
+    """Make the caller's part."""
+    return CallTrace(options, spell)
 
 
 def _directory_beside(path: str, named: str) -> str:

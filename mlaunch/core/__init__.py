@@ -1,0 +1,1 @@
+"""What every launch has. It names no feature; ``mlaunch.features`` lists them."""

@@ -1,0 +1,132 @@
+"""Makes the parts of a launch's features, in each process, and holds them together."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from mlaunch.base.misuse import misuse
+from mlaunch.features import FEATURES, Feature, asked_for
+
+if TYPE_CHECKING:
+    from mlaunch.caller.launch.settle import Ended
+    from mlaunch.core.parts import CallerPart, MachinePart, Spell, Tell
+    from mlaunch.protocol.spec import LaunchSpec
+
+
+def as_keyword(option: str, value: object) -> str:
+    """Spell an option as Python does: ``profile='trace.json'``."""
+    return f"{option}={list(value)}" if isinstance(value, tuple) else f"{option}={value!r}"
+
+
+def as_flag(option: str, value: object) -> str:
+    """Spell an option as ``mlaunch run`` does: ``--profile-ranks 0,1``."""
+    text = ",".join(map(str, value)) if isinstance(value, tuple) else value
+    return f"--{option.replace('_', '-')} {text}"
+
+
+class CallerParts:
+    """Those of one call, by feature; to be held around its attempts.
+
+    Not a context manager of contextlib's, which would set attributes of what passes through it.
+    """
+
+    def __init__(self, options: object, spell: Spell = as_keyword) -> None:
+        self._parts: dict[str, CallerPart] = {}
+        try:
+            for feature in asked_for(options):
+                self._parts[feature.name] = _room_of(feature, options, spell).part(options, spell)
+        except BaseException:
+            self._close()
+            raise
+        self.sections = {name: part.section for name, part in self._parts.items() if part.section is not None}
+
+    def __enter__(self) -> CallerParts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def planned(self, spec: LaunchSpec) -> None:
+        for part in self._parts.values():
+            part.planned(spec)
+
+    def heard(self, feature: str, news: object) -> None:
+        self._parts[feature].heard(news)
+
+    def settled(self, ended: Ended, tell: Tell) -> None:
+        for part in reversed(self._parts.values()):
+            part.settled(ended, tell)
+
+    def _close(self) -> None:
+        with contextlib.ExitStack() as stack:  # all of them, whatever one raises
+            for part in self._parts.values():
+                stack.callback(part.close)
+
+
+def _room_of(feature: Feature, options: object, spell: Spell) -> Any:
+    try:
+        return _import(feature.name, "caller")
+    except ModuleNotFoundError as error:
+        if error.name != f"mlaunch.{feature.name}":
+            raise
+        asked = spell(feature.options[0], getattr(options, feature.options[0]))
+        raise misuse(
+            ModuleNotFoundError(
+                f"{asked}: this installation of mlaunch lacks mlaunch/{feature.name}, which does it; install mlaunch "
+                f"again, or leave the option out",
+                name=error.name,
+            )
+        ) from None
+
+
+def _import(feature: str, process: str) -> Any:
+    return importlib.import_module(f"mlaunch.{feature}.{process}")
+
+
+def around_call(spec: LaunchSpec, local_rank: int) -> contextlib.ExitStack:
+    """Return what a rank holds while it runs a function or a script, for all features that the launch has."""
+    stack = contextlib.ExitStack()
+    for name, section in spec.sections.items():
+        stack.enter_context(_import(name, "rank").part(section, spec.rank(local_rank)).around_call())
+    return stack
+
+
+class MachineParts:
+    """Those of a launch on one machine of an engine; to be held around it. ``spec``: with their sections in it."""
+
+    def __init__(self, spec: LaunchSpec) -> None:
+        self._parts: dict[str, MachinePart] = {}
+        try:
+            for name, section in spec.sections.items():
+                self._parts[name] = _import(name, "member").part(section)
+        except BaseException:
+            self.__exit__()
+            raise
+        self.spec = replace(spec, sections={name: part.section for name, part in self._parts.items()})
+
+    def __enter__(self) -> MachineParts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.ExitStack() as stack:
+            for part in self._parts.values():
+                stack.callback(part.close)
+
+    def last_words(self, spec: LaunchSpec) -> Iterator[tuple[str, object]]:
+        """Yield what goes to the caller's parts, with the feature's name. ``spec``: as all machines agreed on it."""
+        for name, part in self._parts.items():
+            for news in part.last_words(spec):
+                yield name, news
+
+
+def commands() -> Mapping[str, Any]:
+    """Return the module that has a feature's flags, for each feature that is there and has some."""
+    found = {}
+    for feature in FEATURES:
+        with contextlib.suppress(ModuleNotFoundError):
+            found[feature.name] = _import(feature.name, "command")
+    return found

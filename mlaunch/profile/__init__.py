@@ -1,0 +1,1 @@
+"""``profile=``: some steps of some ranks, recorded by torch.profiler, in one file."""

@@ -1,0 +1,45 @@
+"""What the parts of a profile send each other."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from mlaunch.base.frozen_record import frozen_record
+
+
+@frozen_record
+class ProfileOrder:
+    """The steps, and ranks, to profile. ``ranks``: None for all."""
+
+    directory: str  # where each rank writes its part, ``part_of``
+    first: int
+    last: int  # the one after them
+    ranks: tuple[int, ...] | None = None
+
+    def wants(self, rank: int) -> bool:
+        return self.ranks is None or rank in self.ranks
+
+    def part_of(self, rank: int) -> str:
+        """Return the path of a rank's part."""
+        return f"{self.directory}/rank-{rank}.json"
+
+    def begun_by(self, rank: int) -> str:
+        """Return the path of a file that is there once the rank has come to the first of these steps."""
+        return f"{self.directory}/rank-{rank}.begun"
+
+    def has_begun(self, rank: int) -> bool:
+        return os.path.lexists(self.begun_by(rank))
+
+    def written_by(self, rank: int) -> str:
+        """Return the path of the part that is there, compressed if it has come from another machine; "": none is."""
+        path = self.part_of(rank)
+        return next((found for found in (path, f"{path}.gz") if os.path.exists(found)), "")
+
+
+@dataclass(frozen=True)
+class TracePart:
+    """A piece of what torch.profiler has written of a rank, compressed."""
+
+    rank: int
+    data: bytes

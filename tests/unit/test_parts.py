@@ -1,0 +1,139 @@
+"""The parts of features: made where they are asked for, refused in words, given up whatever happens."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import dedent
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import mlaunch
+from mlaunch import launcher
+from mlaunch.core import load
+from mlaunch.core.load import CallerParts, as_flag, as_keyword
+from mlaunch.features import Feature
+
+NOTES = """
+from mlaunch.core.parts import CallerPart
+
+class Notes(CallerPart):
+    section = "{name}"
+    def planned(self, spec): print("{name} planned", spec.world_size, flush=True)
+    def settled(self, ended, tell): tell("{name} settled")
+    def close(self):
+        print("{name} closed")
+        if "{name}" == "second":
+            raise OSError("second cannot be closed")
+
+def part(options, spell):
+    if getattr(options, "refuses", "") == "{name}":
+        raise ValueError(spell("refuses", "{name}"))
+    return Notes()
+"""
+RANK = """
+import contextlib
+from mlaunch.core.parts import RankPart
+
+class Around(RankPart):
+    def __init__(self, section, rank):
+        self.name = f"{section} of rank {rank}"
+    @contextlib.contextmanager
+    def around_call(self):
+        print("begin", self.name, flush=True)
+        yield
+        print("end", self.name, flush=True)
+
+part = Around
+"""
+
+
+@pytest.fixture
+def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Two features, in folders outside of the package's."""
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+        (tmp_path / name / "caller.py").write_text(NOTES.replace("{name}", name))
+        (tmp_path / name / "rank.py").write_text(dedent(RANK))
+    monkeypatch.setattr(mlaunch, "__path__", [*mlaunch.__path__, str(tmp_path)])
+    features = tuple(Feature(name, (option,)) for name, option in (("first", "seed"), ("second", "log_dir")))
+    monkeypatch.setattr("mlaunch.features.FEATURES", features)
+    monkeypatch.setattr(load, "FEATURES", features)
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.startswith(("mlaunch.first", "mlaunch.second")):
+            del sys.modules[name]
+
+
+def asked(**given: Any) -> Any:
+    return SimpleNamespace(**{"seed": None, "log_dir": None, "refuses": ""} | given)
+
+
+@pytest.mark.usefixtures("two")
+def test_only_what_is_asked_for_is_imported() -> None:
+    with CallerParts(asked()) as parts:
+        assert parts.sections == {}
+    with CallerParts(asked(seed=1)) as parts:
+        assert parts.sections == {"first": "first"}
+    assert "mlaunch.second" not in sys.modules
+
+
+@pytest.mark.usefixtures("two")
+def test_parts_hear_and_are_closed_in_the_order_in_which_they_surround_a_call(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """All are closed, though one cannot be."""
+    said: list[str] = []
+    parts = CallerParts(asked(seed=1, log_dir="d"))
+    parts.planned(SimpleNamespace(world_size=3))  # type: ignore[arg-type]
+    parts.settled(SimpleNamespace(error=None), said.append)  # type: ignore[arg-type]
+    with pytest.raises(OSError, match="second cannot be closed"), parts:
+        pass
+    assert said == ["second settled", "first settled"]
+    assert capsys.readouterr().out.splitlines() == [
+        "first planned 3",
+        "second planned 3",
+        "second closed",
+        "first closed",
+    ]
+
+
+@pytest.mark.usefixtures("two")
+def test_a_part_that_refuses_a_call_has_the_others_closed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="refuses='second'"):
+        CallerParts(asked(seed=1, log_dir="d", refuses="second"))
+    assert capsys.readouterr().out == "first closed\n"
+
+
+def test_a_feature_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlaunch.features.FEATURES", (Feature("absent", ("seed",)),))
+    words = "seed=3: this installation of mlaunch lacks mlaunch/absent, which does it; install mlaunch again, or leave"
+    with pytest.raises(ModuleNotFoundError, match=words):
+        CallerParts(asked(seed=3))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "keyword", "flag"),
+    [
+        ("profile", "a b", "profile='a b'", "--profile a b"),
+        ("profile_ranks", (0, 1), "profile_ranks=[0, 1]", "--profile-ranks 0,1"),
+    ],
+)
+def test_how_options_are_spelled(option: str, value: object, keyword: str, flag: str) -> None:
+    assert (as_keyword(option, value), as_flag(option, value)) == (keyword, flag)
+
+
+@pytest.mark.usefixtures("two")
+def test_parts_of_ranks_surround_the_function(capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch", reason="it starts ranks")
+
+    def run() -> None:
+        print("run", flush=True)
+
+    launcher(run, 1, seed=1, start_method="fork", output="raw")()
+    assert "begin first of rank 0\nrun\nend first of rank 0\n" in capfd.readouterr().out

@@ -1,0 +1,65 @@
+"""Each feature can be taken out: what a plain call does is there without it, and its option says what is missing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlaunch.features import FEATURES
+from tests.conftest import ROOT
+
+# Values, surroundings, failures of all kinds, restarts, the deadline, Ctrl-C.
+CORE = [f"tests/contract/test_{name}.py" for name in ("calls", "failures", "output", "restarts")]
+SOME = "reduce or surroundings or env_option or closures or local or exit or last or ctrl_c or killed or shows_what"
+ASKS = {"profile": "profile='t'"}
+
+
+@pytest.fixture(scope="module", params=[feature.name for feature in FEATURES])
+def without(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A feature, and a copy of this project in which its folder cannot be imported."""
+    copy = tmp_path_factory.mktemp("copy")
+    for name in ("mlaunch", "tests"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "setup.cfg", copy)
+    # In place of its removal: an editable installation would find the folder that it was installed from.
+    absent = "raise ModuleNotFoundError(f'No module named {__name__!r}', name=__name__)"
+    (copy / "mlaunch" / request.param / "__init__.py").write_text(absent)
+    return request.param, copy
+
+
+def python(copy: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environ["PYTHONPATH"] = str(copy)
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=copy, env=environ, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.nightly  # each day test_house holds the core to naming no feature, and this takes some thirty tests
+def test_what_every_launch_has(without: tuple[str, Path]) -> None:
+    _, copy = without
+    done = python(
+        copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", SOME, "-m", "not slow and not fresh", *CORE
+    )
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
+
+
+def test_its_option_says_that_it_is_not_there(without: tuple[str, Path]) -> None:
+    name, copy = without
+    done = python(copy, "-c", f"import mlaunch\nmlaunch.launcher(print, 1, {ASKS[name]})()")
+    assert done.stderr.splitlines()[-1] == (
+        f"ModuleNotFoundError: {ASKS[name]}: this installation of mlaunch lacks mlaunch/{name}, which does it; "
+        f"install mlaunch again, or leave the option out"
+    )
+
+
+def test_the_command_is_there(without: tuple[str, Path]) -> None:
+    name, copy = without
+    done = python(copy, "-m", "mlaunch", "run", "--help")
+    assert done.returncode == 0, done.stderr
+    assert f"--{name}" not in done.stdout
