@@ -109,6 +109,7 @@ def in_users_of_its_own(say: Callable[[], str]) -> Iterator[Said]:
     """A fork in a user namespace, as nobody there, whom no user outside has for a number."""
     entered_in, entered = os.pipe()
     mapped_in, mapped = os.pipe()
+    ours = [entered_in, mapped_in, mapped, entered]
 
     def become() -> None:
         own_users()
@@ -121,13 +122,15 @@ def in_users_of_its_own(say: Callable[[], str]) -> Iterator[Said]:
 
     try:
         with in_sandbox(become, say) as said:
-            pid = os.read(entered_in, 16).decode()
+            os.close(ours.pop())
+            if not (pid := os.read(entered_in, 16).decode()):
+                said()  # why there are no such namespaces here, as below another root
             for name in ("gid_map", "uid_map"):
                 Path(f"/proc/{pid}/{name}").write_text("0 100000 65536")
             os.write(mapped, b".")
             yield said
     finally:
-        close_all([entered_in, entered, mapped_in, mapped])
+        close_all(ours)
 
 
 def test_an_adapter_takes_connections_of_this_user() -> None:
