@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import configparser
 import importlib.util
 import json
 import os
@@ -13,8 +13,10 @@ from typing import Any
 
 import packaging.requirements
 import pytest
+from packaging.version import Version
 
 from mlaunch import Ranks, launcher
+from tests.conftest import ROOT
 from tests.users import users_environ
 
 TWIN = """
@@ -280,13 +282,17 @@ def test_keywords_that_a_rank_cannot_know_are_refused_before_it_starts(
 
 # With another cloudpickle
 
-REQUIRED = [packaging.requirements.Requirement(text) for text in importlib.metadata.requires("mlaunch") or ()]
-[OLDEST] = {
-    specifier.version
-    for one in REQUIRED
-    if one.name == "cloudpickle" and (one.marker is None or one.marker.evaluate({"extra": ""}))
-    for specifier in one.specifier
-}
+SETUP = configparser.ConfigParser()
+SETUP.read(ROOT / "setup.cfg")  # not what is installed: the tests of tests/matrix/run run where it is not
+REQUIRED = map(packaging.requirements.Requirement, SETUP["options"]["install_requires"].strip().splitlines())
+OLDEST = str(
+    max(
+        Version(specifier.version)
+        for one in REQUIRED
+        if one.name == "cloudpickle" and (one.marker is None or one.marker.evaluate())
+        for specifier in one.specifier
+    )
+)
 ASK = """
 import inspect, json, linecache, cloudpickle
 from mlaunch import launcher

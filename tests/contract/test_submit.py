@@ -251,7 +251,7 @@ def test_submitted_calls_of_one_place_take_turns(tmp_path: Path) -> None:
         for run in runs:
             run.cancel()
     assert (tmp_path / "log").read_text() == "begun ended " * 3
-    assert launches.leases() == ([], [])
+    wait_until(lambda: launches.leases() == ([], []))  # the last process of the last launch may still be ending
 
 
 def count(folder: Path) -> tuple[int, str]:
