@@ -21,7 +21,7 @@ from benchmarks.measure import Row, alternate, compare, seconds
 from benchmarks.work import WAIT, wait
 from mlaunch import launcher
 from mlaunch.base.linux import wait_readable
-from mlaunch.leases.acquisition import Acquisition, Wish
+from mlaunch.leases.caller.acquisition import Acquisition, Wish
 
 _TRIALS, _AT_ONCE = 64, 4
 _IDEAL = _TRIALS / _AT_ONCE * WAIT

@@ -92,8 +92,8 @@ ROOMS = (
     ("rank/", "become a rank, answer calls, leave; join", "a rank", "#e9f6ea"),
     ("collectives/", "objects between ranks, groups, reductions", "a rank of any launcher", "#e9f6ea"),
     ("rendezvous/", "store, gate, link; server and client", "processes of its own", "#f3ecf7"),
+    ("core/", "hook points for features", "all of them", "#f2f2f2"),
     ("protocol/", "records, channels, memory files, pickling", "all of them", "#f2f2f2"),
-    ("leases/", "which launch may use which devices", "all of them", "#f2f2f2"),
     ("torch_parts/", "what torch does not document", "all of them", "#f2f2f2"),
     ("base/", "errors, Linux, words", "all of them", "#f2f2f2"),
 )
@@ -129,7 +129,8 @@ def rooms() -> str:
     parts += [arrow(12, 50, 12, 36 + 46 * len(ROOMS) - 14)]
     parts.append(text(20, height - 34, "The arrow: imports. A module imports from its own room and from those below.",
                       anchor="start", fill="#555"))  # fmt: skip
-    parts.append(text(20, height - 16, "Beside the rooms: comm, errors, launch and run, which are for users to name.",
+    parts.append(text(20, height - 16, "Beside the rooms: features (leases, profile), whose files name their room; "
+                      "and what is for users to name.",
                       anchor="start", fill="#555"))  # fmt: skip
     return "\n".join([*parts, "</svg>", ""])
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from mlaunch.base.frozen_record import frozen_record
 
 
@@ -11,22 +14,33 @@ class Feature:
 
     Attributes:
         name: Its folder, and its section of a launch's spec.
-        options: Those that are its own. The first one asks for it: any value but None.
+        options: Those that are its own.
+        asks: True if these options, by name, ask for it.
         one_call: Why it is for one blocking call with ranks of its own; "": it goes with all calls.
         instead: What to do on ranks that it did not start.
+        waits: A call may wait for it before it starts.
     """
 
     name: str
     options: tuple[str, ...]
+    asks: Callable[[Mapping[str, Any]], bool]
     one_call: str = ""
     instead: str = ""
+    waits: bool = False
+
+
+def _wants_lease(given: Mapping[str, Any]) -> bool:
+    fewer = given["devices"] is not None and given["n_gpus"] not in {None, len(given["devices"])}
+    return bool(given["lease"] or given["concurrent"] is not None or fewer)
 
 
 # In the order in which they surround a call.
 FEATURES = (
+    Feature("leases", ("lease", "concurrent"), _wants_lease, waits=True),
     Feature(
         "profile",
         ("profile", "profile_steps", "profile_ranks"),
+        lambda given: given["profile"] is not None,
         one_call="it would have steps of many calls; profile in the function, with torch.profiler",
         instead="torch.profiler in the function",
     ),
@@ -36,4 +50,4 @@ OPTIONS = frozenset(name for feature in FEATURES for name in feature.options)
 
 def asked_for(options: object) -> list[Feature]:
     """Return the features that these options ask for."""
-    return [feature for feature in FEATURES if getattr(options, feature.options[0]) is not None]
+    return [feature for feature in FEATURES if feature.asks(vars(options))]

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 from mlaunch.caller import running_launches
 from mlaunch.caller.server.prepared_launch import preparation
 from mlaunch.caller.server.warm import warm_server
-from mlaunch.leases import acquisition, site
 from mlaunch.protocol import registry
 from mlaunch.protocol.machines.frame_stream import FrameStream
 from mlaunch.protocol.messages.launch_messages import Phase
@@ -436,19 +435,22 @@ def end_ranks_of_tests(config: pytest.Config) -> None:
 
 
 def lease_directory() -> Path:
-    return Path(site.place(os.environ))
+    return Path(import_module("mlaunch.leases.caller.lease_directory").place(os.environ))
 
 
 def leases() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return what is held of this user's devices, and who waits."""
-    return acquisition.standing(site.place(os.environ))
+    standing = import_module("mlaunch.leases.caller.acquisition").standing
+    found: tuple[list[dict[str, Any]], list[dict[str, Any]]] = standing(lease_directory())
+    return found
 
 
 @contextlib.contextmanager
 def lease_site(directory: Path) -> Iterator[Any]:
     """A directory of leases, as those who take some have it open."""
-    with site.opened(directory) as opened, opened:
-        yield opened
+    opened = import_module("mlaunch.leases.caller.lease_directory").opened
+    with opened(directory) as there, there:
+        yield there
 
 
 def once_devices_are_chosen(patch: pytest.MonkeyPatch, act: Callable[[ForkServer], object]) -> None:
@@ -539,7 +541,7 @@ def read_cells_by(patch: pytest.MonkeyPatch, read: Callable[..., Any]) -> None:
 
 def forget_warnings() -> None:
     """Have said again what is said once."""
-    import_module("mlaunch.caller.leasing")._warn_of_cpus.cache_clear()
+    import_module("mlaunch.leases.caller.requests")._warn_of_cpus.cache_clear()
     import_module("mlaunch.caller.server.start_server")._warn_of_threads.cache_clear()
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlaunch.base.linux import wait_readable
-from mlaunch.leases.acquisition import Acquisition, DeviceLease, Wish
+from mlaunch.leases.caller.acquisition import Acquisition, DeviceLease, Wish
 
 DEVICES = [f"gpu{number}" for number in range(8)]
 _ABOVE = 500  # the number of a descriptor that is above those of a lease

@@ -55,7 +55,7 @@ class Order:
 
     fds: LaunchFds
     call: Call | None = None  # it is in memory
-    leases: tuple[int, ...] = ()  # of its devices, which the ranks hold, too
+    held: tuple[int, ...] = ()  # descriptors, which the ranks hold, too
 
 
 @frozen_record
@@ -122,8 +122,8 @@ def _rest(link: Channel[RestingAgentHears, RestingAgentSays], parent: int) -> Or
         following, fds = link.receive()
     except EOFError:
         return None
-    own, leases = LaunchFds.of(fds, prepares=following.prepares)
-    return Order(own, None, tuple(leases))
+    own, held = LaunchFds.of(fds, prepares=following.prepares)
+    return Order(own, None, tuple(held))
 
 
 def _wanted(order: Order) -> LaunchSpec:
@@ -193,7 +193,7 @@ def _supervise(
         link.try_send(Free())  # before the launcher can ask for another
     launcher.try_send(Finished())
     # Nothing is left on the devices, and the end of a process takes a while.
-    close_all([*order.leases, *supervisor.leases])
+    close_all([*order.held, *supervisor.held])
     results.close()
     return went_well
 

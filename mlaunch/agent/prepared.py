@@ -53,7 +53,7 @@ class PreparedSupervisor(Supervisor):
         if not isinstance(record, BeginCall):
             return False
         if self._waits and not self._stopping.begun and self._all_ready():
-            self.leases = tuple(fds[1:])
+            self.held = tuple(fds[1:])
             self._begin_prepared(record, fds[0])
             os.close(fds[0])
         else:

@@ -11,14 +11,14 @@ from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.output_plan import output_plan
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.caller.server.prepared_launch import preparation
+from mlaunch.core.parts import Grant
 
 
 def prepare(server: ForkServer, options: Options) -> None:
     """Waits for the server, and asks it for a launch with these options. Raises what their call would."""
     environ = {**os.environ, **(options.env or {})}
-    spec = planned(
-        options, ThisMachine(server.ready(), server.count_devices), "", environ, Attempt(0, options.deadline)
-    )
+    machine = ThisMachine(server.ready(), server.count_devices)
+    spec = planned(Grant(options, environ), machine, "", Attempt(0, options.deadline))
     spec = with_pipes(spec, output_plan(options, spec))
     following = preparation.expect(server, spec)
     if following is not None:

@@ -180,13 +180,18 @@ def _add_sizes(flags: Flags) -> None:
     group.add_argument("--oversubscribe", action="store_true", help="allow more than 64 ranks where that is more than "
                        "8 for each CPU")  # fmt: skip
     group.add_argument("--devices", metavar="I,J", help="the devices that ranks see, by number (default: all)")
-    group.add_argument("--lease", type=int, metavar="N", help="wait for N devices (of --devices, or all) that no other "
-               "launch with a lease has; a rank on each, unless --nproc-per-node says otherwise")  # fmt: skip
+    _add_of_features(group)
     flags.switch(
         group, "--virtual-local-rank", help="each rank sees its own device alone, as device 0; LOCAL_RANK is 0"
     )
     flags.flag(group, "--numa-binding", metavar="MODE", help="bind each rank to the CPUs near its GPU: node, socket, "
                "exclusive or core-complex")  # fmt: skip
+
+
+def _add_of_features(group: Any) -> None:
+    for feature in load.commands().values():
+        if group.title == feature.GROUP:
+            feature.add(group)
 
 
 def _add_meeting(flags: Flags) -> None:
@@ -225,8 +230,7 @@ def _add_output(flags: Flags) -> None:
                "${role_name}, ${rank}, ${local_rank}, ${hostname} (default: $TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE, or "
                "[${role_name}${local_rank}]:)")  # fmt: skip
     flags.flag(group, "--local-ranks-filter", default="", metavar="I,J", help="show only what these local ranks print")
-    for feature in load.commands().values():
-        feature.add(group)
+    _add_of_features(group)
 
 
 def _add_ending(flags: Flags) -> None:

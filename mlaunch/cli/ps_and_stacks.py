@@ -18,7 +18,7 @@ from mlaunch.caller.server import zygote_upkeep
 from mlaunch.caller.watch_rows import ID_SHOWN, place_of_rank, title_of
 from mlaunch.caller.watching import EVERY, watch_all
 from mlaunch.caller.why_text import sentence
-from mlaunch.cli import on_lease, warm_command
+from mlaunch.cli import warm_command
 from mlaunch.protocol import registry
 from mlaunch.protocol.visitors import ALL_STACKS, END, STACKS, STATUS, STOP, WHY
 
@@ -98,7 +98,11 @@ def _ps(args: argparse.Namespace) -> int:
 def _leases() -> tuple[list[str], str]:
     """Returns a line for each lease and each wait, and why that cannot be told; "" if it can."""
     try:
-        return on_lease.rows(os.environ), ""
+        from mlaunch.leases.command import rows
+
+        return rows(os.environ), ""
+    except ModuleNotFoundError:  # this installation has no leases
+        return [], ""
     except OSError as error:
         return [], str(error)
 

@@ -69,11 +69,11 @@ def main(argv: Sequence[str], *, prog: str = "mlaunch run", of_launch: bool = Fa
 
 def _job_of(args: argparse.Namespace) -> Job:
     job = job_of(args, os.environ)
-    if args.lease is None:
+    if getattr(args, "lease", None) is None:  # the flag is there if its feature is
         return job
-    from mlaunch.cli import on_lease
+    from mlaunch.leases import command as lease_command
 
-    return on_lease.check(args, job)
+    return lease_command.check(args, job)
 
 
 def _engine_of(args: argparse.Namespace) -> Engine | None:

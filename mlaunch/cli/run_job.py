@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -54,12 +53,14 @@ def run_here(job: Job, server: ForkServer, environ: dict[str, str], wishes: Wish
         with _parts_of(job) as parts:
             if job.lease is None:
                 return _carry_out(job, _on_its_devices(job, server, environ, wishes, ()), parts)
-            from mlaunch.cli import on_lease
+            from mlaunch.leases import command as lease_command
 
-            job, held = on_lease.take(job, server, environ, say)
-            with contextlib.closing(held):
-                attempts = _on_its_devices(job, server, dict(held.environ), wishes, held.fds)
+            job, granted = lease_command.take(job, server, environ, say)
+            try:
+                attempts = _on_its_devices(job, server, dict(granted.environ), wishes, granted.held)
                 return _carry_out(job, attempts, parts)
+            finally:
+                granted.give_back()
     except LaunchError as error:
         return _failed(error)
 
@@ -77,14 +78,14 @@ def _failed(error: LaunchError) -> int:
 
 
 def _on_its_devices(
-    job: Job, server: ForkServer, environ: dict[str, str], wishes: Wishes, leases: Sequence[int]
+    job: Job, server: ForkServer, environ: dict[str, str], wishes: Wishes, held: Sequence[int]
 ) -> Attempts:
     """Returns what runs the job."""
     size, environ = _on_devices(job, server, environ)
     if job.virtual_local_rank:
         _check_devices(size, environ, server.ready().runtime)
     _say_threads(size, environ)
-    return _launch(job, size, server, environ, wishes, leases)
+    return _launch(job, size, server, environ, wishes, held)
 
 
 def run_there(job: Job, wishes: Wishes, engine: Engine) -> int:
@@ -105,7 +106,7 @@ def run_there(job: Job, wishes: Wishes, engine: Engine) -> int:
 
 
 def _launch(
-    job: Job, size: int, server: ForkServer, environ: Mapping[str, str], wishes: Wishes, leases: Sequence[int]
+    job: Job, size: int, server: ForkServer, environ: Mapping[str, str], wishes: Wishes, held: Sequence[int]
 ) -> Attempts:
     """Returns what runs the job."""
     directory = _directory(wishes, size, job)
@@ -116,7 +117,7 @@ def _launch(
             number = Attempt(restart_count, time_left, parts)
             spec = spec_of(job, size, machine, environ, number, directory or "")
             output = output_plan(wishes, size, job.role, directory, lambda: handle.outcome.spec.rank_start)
-            handle = start_launch(server, spec, None, output, History(), leases)
+            handle = start_launch(server, spec, None, output, History(), held)
             try:
                 order.attach(handle.ask_to_stop)
                 return handle.wait()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,8 @@ from mlaunch.features import FEATURES, Feature, asked_for
 
 if TYPE_CHECKING:
     from mlaunch.caller.launch.settle import Ended
-    from mlaunch.core.parts import CallerPart, MachinePart, Spell, Tell
+    from mlaunch.caller.server.fork_server import ForkServer
+    from mlaunch.core.parts import CallerPart, Delay, Grant, MachinePart, Spell, Tell
     from mlaunch.protocol.spec import LaunchSpec
 
 
@@ -49,6 +50,17 @@ class CallerParts:
 
     def __exit__(self, *_: object) -> None:
         self._close()
+
+    def acquire(self, grant: Grant, server: ForkServer, name: str) -> Generator[Delay, None, Grant]:
+        """Wait for what an attempt needs, one part after the other; to be closed by whoever stops waiting."""
+        for part in self._parts.values():
+            try:
+                more = yield from part.acquire(grant, server, name)
+            except BaseException:
+                grant.give_back()
+                raise
+            grant = more
+        return grant
 
     def planned(self, spec: LaunchSpec) -> None:
         for part in self._parts.values():

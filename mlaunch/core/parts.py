@@ -4,7 +4,7 @@ A feature is a folder, ``mlaunch/profile``, with a file for each of these proces
 ``mlaunch/features.py``. The file's name says which process runs it::
 
     caller.py   part(options, spell) -> CallerPart      rank.py     part(section, rank) -> RankPart
-    member.py   part(section) -> MachinePart            command.py  add(group), options_of(args)
+    member.py   part(section) -> MachinePart            command.py  GROUP, add(group), options_of(args)
     wire.py     what these send each other
 
 ``core/load.py`` imports a file only where a launch has asked for the feature, and calls its ``part``. What the caller's
@@ -14,15 +14,62 @@ part has for the other processes is its ``section``: the launch's spec carries i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
+
+from mlaunch.base.frozen_record import frozen_record
 
 if TYPE_CHECKING:
     from mlaunch.caller.launch.settle import Ended
+    from mlaunch.caller.options.launch_options import Options
+    from mlaunch.caller.server.fork_server import ForkServer
     from mlaunch.protocol.spec import LaunchSpec
 
 Spell = Callable[[str, object], str]  # an option and its value as the user gave them: "profile='a'", "--profile a"
 Tell = Callable[[str], None]  # shows the user a sentence
+
+
+@frozen_record
+class Grant:
+    """What an attempt may use, once it need not wait any more.
+
+    Attributes:
+        options: The launch's, with what was chosen for it.
+        environ: Its ranks'.
+        of_call: Variables in ``environ`` that only this call knows: a launch that was prepared learns them with it.
+        held: Descriptors that the launch's processes hold as long as they live: nobody else has what these stand for.
+        give_back: Closes this process's copies of what is held.
+        more: Others wait for the same.
+    """
+
+    options: Options
+    environ: Mapping[str, str]
+    of_call: tuple[str, ...] = ()
+    held: Sequence[int] = ()
+    give_back: Callable[[], object] = bool
+    more: bool = False
+
+    @property
+    def of_ranks_that_stay(self) -> Options:
+        """The options by which ranks that stay are known: each has what it holds in its environment."""
+        own = {name: self.environ[name] for name in self.of_call}
+        return self.options.replaced({"env": {**(self.options.env or {}), **own}}) if own else self.options
+
+
+@frozen_record
+class Delay:
+    """What a part waits for: one of the descriptors, or the seconds.
+
+    Attributes:
+        text: Who waits for what, for people: "train() waits for 2 of devices 0-7, after ...".
+        row: What it is about to wait for, by name. Where one process has many calls that want the same, one at a time
+            goes on from here.
+    """
+
+    text: str = ""
+    fds: Sequence[int] = ()
+    timeout: float | None = None
+    row: tuple[str, ...] = ()
 
 
 class CallerPart:
@@ -34,6 +81,14 @@ class CallerPart:
     """
 
     section: object = None
+
+    def acquire(self, grant: Grant, server: ForkServer, name: str) -> Generator[Delay, None, Grant]:  # noqa: ARG002
+        """Wait for what an attempt of the call ``name()`` needs, and return what it may use. ``lease=`` does.
+
+        Closed while it waits, it gives up its place.
+        """
+        return grant
+        yield
 
     def planned(self, spec: LaunchSpec) -> None:
         """Prepare for an attempt that is about to start. ``profile=`` has a ValueError for ranks that it lacks."""

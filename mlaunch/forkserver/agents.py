@@ -25,19 +25,19 @@ class Launch:
     """One that is to begin.
 
     ``call``: what it runs, if this process has it in memory. ``more``, ``directory``: see StartLaunch.
-    ``leases``: see the agent's Order.
+    ``held``: see the agent's Order.
     """
 
     fds: LaunchFds
     call: Call | None = None
     more: bool = False
     directory: str = ""
-    leases: tuple[int, ...] = ()
+    held: tuple[int, ...] = ()
 
     @property
     def next(self) -> tuple[ServeNext, list[int]]:
         """What an agent that rests is told of it."""
-        return ServeNext(self.fds.call is None), [*self.fds.there, *self.leases]
+        return ServeNext(self.fds.call is None), [*self.fds.there, *self.held]
 
 
 def begin(launch: Launch, children: Children, owned: Callable[[], OwnedFds]) -> None:
@@ -70,7 +70,7 @@ def _begin_anew(launch: Launch, children: Children, owned: Callable[[], OwnedFds
         if link is not None:
             foreign.add(link.fileno())
         main.run_agent(
-            main.Order(launch.fds, launch.call, launch.leases),
+            main.Order(launch.fds, launch.call, launch.held),
             main.Home(parent, foreign, agents_link),
         )
     if agents_link is not None:

@@ -227,15 +227,15 @@ class _ForkServer:
         return True
 
     def _start(self, fds: list[int], caller: int, order: StartLaunch) -> None:
-        own, following, leases = StartFds.of(fds, order.leases)
+        own, following, held = StartFds.of(fds, order.held)
         self.next.forget()
         self.children.longest_grace = max(self.children.longest_grace, order.grace_period)
-        launch = Launch(own, self.call, more=order.more, directory=order.directory, leases=tuple(leases))
-        self._launch(launch, caller)  # the agent and its ranks inherit the leases, under the numbers that they have
-        close_all([*([] if own.call is None else [own.call]), *leases])
+        launch = Launch(own, self.call, more=order.more, directory=order.directory, held=tuple(held))
+        self._launch(launch, caller)  # the agent and its ranks inherit what is held, under the numbers that they have
+        close_all([*([] if own.call is None else [own.call]), *held])
         self.next.remember(LikeFds(own.spec, own.stdout, own.stderr))
         if following is not None:
-            self.next.want(following, soon=bool(leases))
+            self.next.want(following, soon=bool(held))
         else:
             self.next.forget()
 

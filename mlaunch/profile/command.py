@@ -8,6 +8,8 @@ from typing import Any
 from mlaunch.caller.options.option_values import FromTo, SomeRanks
 from mlaunch.cli.checks import UsageError, numbers
 
+GROUP = "output"
+
 
 def add(group: Any) -> None:
     """Add the flags to a group of the parser's."""

@@ -10,8 +10,6 @@ from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol import rich_output
 from mlaunch.protocol.settings import Settings
 
-LEASED = "MLAUNCH_LEASED"  # in ranks: what their launch holds, and those around it
-
 
 def new_launch_id() -> str:
     """Returns one that no other launch has."""
@@ -32,6 +30,7 @@ class Context:
     settings: Settings = ()
     source: str = ""  # what has called, for people: "train.py", "In[3] of tour.ipynb"
     authkey: bytes = field(default=b"", repr=False)  # of its multiprocessing, with which managers know their own
+    of_call: tuple[str, ...] = ()  # variables that only the call knows, and no launch that was prepared for it
     given: str = ""  # the arguments of a call that goes on by itself, for people: "lr=0.1, width=64"
 
 

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from mlaunch.caller import interrupts, leasing
+from mlaunch.caller import interrupts
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.server.warm import warm_server
-from mlaunch.leases.acquisition import Acquisition, DeviceLease, standing
-from mlaunch.leases.site import place
-from mlaunch.protocol.spec import LEASED
+from mlaunch.leases.caller import requests
+from mlaunch.leases.caller.acquisition import Acquisition, DeviceLease, standing
+from mlaunch.leases.caller.lease_directory import place
 from mlaunch.pytest.mark import Shape
 from mlaunch.rank.setup import device
 
@@ -66,14 +66,14 @@ class WorkerDevices:
             return
         options = Options().replaced({"n_gpus": shape.size, "device_type": shape.device_type, "lease": True})
         name = f"pytest's worker {os.environ.get(_WORKER, '')}"
-        request = leasing.request_of(options, warm_server.get(os.environ), os.environ, name)
+        request = requests.request_of(options, warm_server.get(os.environ), os.environ, name)
         if request.numbers is not None:  # else the ranks are on CPUs
             # One set at a time: a worker that kept devices while it waits for more could wait for one that does the
             # same.
             self._lease = _wait(request, patience)
             granted = request.granted(self._lease)
             self.devices = granted.options.devices
-            self.environ = {LEASED: granted.environ[LEASED]}
+            self.environ = {name: granted.environ[name] for name in granted.of_call}
         self._since = time.monotonic()
 
     def are_due(self) -> bool:
@@ -89,7 +89,7 @@ class WorkerDevices:
             self._lease.close()
 
 
-def _wait(request: leasing.LeaseRequest, patience: float) -> DeviceLease:
+def _wait(request: requests.LeaseRequest, patience: float) -> DeviceLease:
     acquisition = request.begin()
     end = time.monotonic() + patience
     try:
@@ -102,7 +102,7 @@ def _wait(request: leasing.LeaseRequest, patience: float) -> DeviceLease:
     return lease
 
 
-def _told(request: leasing.LeaseRequest, acquisition: Acquisition, patience: float) -> str:
+def _told(request: requests.LeaseRequest, acquisition: Acquisition, patience: float) -> str:
     return (
         f"{request.waits_for(acquisition)}: not had within {patience:g} s, the deadline of a test (ranks_deadline) for "
         f"each of {count()} workers; run fewer workers (-n), or see who has the devices: mlaunch ps"

@@ -21,7 +21,7 @@ from mlaunch.protocol.messages.launch_messages import Answer, AnswerFile, Answer
 from mlaunch.protocol.messages.prepared_messages import Details, with_details
 from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.result_queue import ANSWER_LIMIT, Results
-from mlaunch.protocol.spec import LEASED, LaunchSpec
+from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.rank import control, remote_error
 from mlaunch.rank.for_users import progress
 from mlaunch.rank.setup import device, process
@@ -142,13 +142,13 @@ class Rank:
 
     def _task_of(self, record: RunCall, fds: list[int]) -> Task:
         """Returns the call that the agent has sent, after what came beside it has been taken in."""
-        # In the order in which the agent has appended them: the call, the leases, the file for answers.
+        # In the order in which the agent has appended them: the call, what is held, the file for answers.
         call_fd = fds.pop(0) if record.attached else -1
-        leases = record.details.leases if record.details is not None else 0
-        for fd in fds[:leases]:  # held until this process ends, out of the way of the user's
+        held = record.details.held if record.details is not None else 0
+        for fd in fds[:held]:  # until this process ends, out of the way of the user's
             if linux.aside(fd) != fd:
                 os.close(fd)
-        fds = fds[leases:]
+        fds = fds[held:]
         if fds:
             self._take_answer_fd(*fds)
         call = Payload(record.data, call_fd) if record.data or record.attached else None
@@ -161,8 +161,7 @@ class Rank:
         self._spec = with_details(self._spec, details)
         self._who = self._named()
         sys.argv[:] = details.argv
-        if details.leased:
-            os.environ[LEASED] = details.leased
+        os.environ.update(details.environ)
 
     def _hear(self) -> tuple[RunCall | Release | DirectCall, list[int]]:
         """Waits for the next record that is not about where to write."""

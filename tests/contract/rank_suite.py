@@ -476,8 +476,8 @@ GIVEN_BACK = """
 import os, signal, time
 from pathlib import Path
 import pytest
-from mlaunch.leases.acquisition import standing
-from mlaunch.leases.site import place
+from mlaunch.leases.caller.acquisition import standing
+from mlaunch.leases.caller.lease_directory import place
 from mlaunch.pytest import workers
 
 workers._TERM = 0.0

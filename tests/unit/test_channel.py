@@ -176,10 +176,10 @@ def test_each_record_travels_on_some_channel_or_stream() -> None:
 
 def test_descriptors_beside_records_have_names() -> None:
     own = LaunchFds(spec=1, call=2, socket=3, stdout=4, stderr=5)
-    assert StartFds.of([1, 2, 3, 4, 5], leases=0) == (own, None, [])
-    assert StartFds.of([1, 2, 3, 4, 5, 6], leases=0) == (own, 6, [])
-    assert StartFds.of([1, 2, 3, 4, 5, 7, 8], leases=2) == (own, None, [7, 8])
-    assert StartFds.of([1, 2, 3, 4, 5, 6, 7, 8], leases=2) == (own, 6, [7, 8])
+    assert StartFds.of([1, 2, 3, 4, 5], held=0) == (own, None, [])
+    assert StartFds.of([1, 2, 3, 4, 5, 6], held=0) == (own, 6, [])
+    assert StartFds.of([1, 2, 3, 4, 5, 7, 8], held=2) == (own, None, [7, 8])
+    assert StartFds.of([1, 2, 3, 4, 5, 6, 7, 8], held=2) == (own, 6, [7, 8])
     assert LaunchFds.of([*own.there, 7], prepares=False) == (own, [7])
     prepared = own._replace(call=None)
     assert prepared.there == [1, 3, 4, 5]

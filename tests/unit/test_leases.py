@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from mlaunch.base.linux import wait_readable
-from mlaunch.caller.leasing import VARIABLE, LeaseRequest
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.cli import on_lease
-from mlaunch.leases import acquisition, site
-from mlaunch.leases.acquisition import Acquisition, DeviceLease, Wish
+from mlaunch.leases import command as lease_command
+from mlaunch.leases.caller import acquisition, lease_directory
+from mlaunch.leases.caller.acquisition import Acquisition, DeviceLease, Wish
+from mlaunch.leases.caller.requests import VARIABLE, LeaseRequest
 from tests.lease_storm import storm
 
 _PATIENCE = 120.0  # seconds for what comes at once
@@ -192,7 +192,7 @@ def test_who_has_stopped_is_passed_over(tmp_path: Path) -> None:
     over = f"search() (pid {stopped}), which has stopped and is passed over"
     assert ours.waits_for() == f"test (pid {os.getpid()}), {over}"
     assert [one.get("stopped") for one in acquisition.standing(tmp_path)[1]] == [True, None]
-    assert "it has stopped, and is passed over" in on_lease.rows({site.VARIABLE: str(tmp_path)})[2]
+    assert "it has stopped, and is passed over" in lease_command.rows({lease_directory.VARIABLE: str(tmp_path)})[2]
     os.kill(stopped, signal.SIGCONT)
     os.waitpid(stopped, os.WCONTINUED)
     assert ours.step() is None
@@ -276,8 +276,8 @@ def test_refuses_a_directory_that_is_not_this_users_alone(tmp_path: Path) -> Non
 
 def test_has_one_place_whatever_a_session_sets() -> None:
     usual = Path(f"/tmp/mlaunch-{os.getuid()}-leases")
-    assert site.place({"XDG_RUNTIME_DIR": "/run/user/1", "TMPDIR": "/scratch"}) == usual
-    assert site.place({"MLAUNCH_LEASE_DIR": "/shared"}) == Path("/shared")
+    assert lease_directory.place({"XDG_RUNTIME_DIR": "/run/user/1", "TMPDIR": "/scratch"}) == usual
+    assert lease_directory.place({"MLAUNCH_LEASE_DIR": "/shared"}) == Path("/shared")
 
 
 @pytest.mark.slow

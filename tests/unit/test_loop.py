@@ -187,7 +187,7 @@ INSIDE = {
     "mlaunch.rank.for_users.current_device": "test_the_device_of_a_rank",
     "mlaunch.rank.joining.join": "test_join_refuses",
     "mlaunch.rank.for_users.logs": "test_the_rank_zero_filter",
-    "mlaunch.leases.circles": "test_a_circle_is_refused_as_it_closes",
+    "mlaunch.leases.caller.circles": "test_a_circle_is_refused_as_it_closes",
     "mlaunch.rank.whole": "test_values_come_by_rank_and_the_processes_stay",
     "mlaunch.rank.setup.main_module": "test_closures_lambdas_and_local_classes_travel",
     "mlaunch.rendezvous.barrier": "test_ranks_share_the_launchs_own_server",

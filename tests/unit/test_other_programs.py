@@ -11,9 +11,8 @@ from subprocess import CompletedProcess
 import pytest
 
 from mlaunch import launcher
-from mlaunch.caller import leasing
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.leases import other_programs
+from mlaunch.leases.caller import other_programs, requests
 from mlaunch.protocol.messages.launch_messages import Ready
 from tests.conftest import TORCH
 from tests.integration.libraries import needs
@@ -42,9 +41,9 @@ SCRIPT = """
 import ctypes, os, sys
 ctypes.CDLL(os.environ["NVML"])  # now the loader knows the name by which the package asks for it
 from pathlib import Path
-from mlaunch.caller.leasing import LeaseRequest
+from mlaunch.leases.caller.requests import LeaseRequest
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.leases.acquisition import Wish
+from mlaunch.leases.caller.acquisition import Wish
 
 names = ["GPU-a", "GPU-b", "MIG-c", "GPU-d"]
 os.environ["MLAUNCH_LEASE_DIR"] = os.environ["LEASES"]
@@ -108,9 +107,9 @@ def test_where_it_cannot_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(other_programs, "is_installed", lambda: False)
     options = Options(n_gpus=1, lease="idle")
     with pytest.raises(ModuleNotFoundError, match=r"by the package nvidia-ml-py, which is not installed here; install"):
-        leasing.request_of(options, OfOneKind("cuda"), {}, "train()")  # type: ignore[arg-type]
+        requests.request_of(options, OfOneKind("cuda"), {}, "train()")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"lease='idle' on cuda devices: NVIDIA's library tells of its own alone"):
-        leasing.request_of(options, OfOneKind("rocm"), {}, "train()")  # type: ignore[arg-type]
+        requests.request_of(options, OfOneKind("rocm"), {}, "train()")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"lease=2: allowed: True, False, 'idle'; for 2 devices: n_gpus=2, lease=True"):
         launcher(int, lease=2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"lease='Idle': allowed: True, False, 'idle'"):

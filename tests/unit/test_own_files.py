@@ -16,7 +16,7 @@ from mlaunch.caller.many.trial_file import TrialFile, TrialKey
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.files import LogFile, new_directory
 from mlaunch.core.load import as_keyword
-from mlaunch.leases import site
+from mlaunch.leases.caller import lease_directory
 from mlaunch.profile.caller.trace_file import CallTrace
 from mlaunch.profile.rank import StepProfile
 from mlaunch.profile.wire import ProfileOrder, TracePart
@@ -74,7 +74,7 @@ def test_a_server_of_files_may_give_what_root_makes_to_somebody_else(
         pass
 
 
-@pytest.mark.parametrize("use", [registry.opened, site.opened])
+@pytest.mark.parametrize("use", [registry.opened, lease_directory.opened])
 def test_launches_and_leases_are_in_no_directory_of_another_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: Callable[[Path], AbstractContextManager[object]]
 ) -> None:
@@ -101,11 +101,15 @@ def test_a_lease_is_written_through_no_link(tmp_path: Path, name: str) -> None:
     aim.write_text("kept")
     leases.mkdir(mode=0o700)
     (leases / name).symlink_to(aim)
-    with pytest.raises(OSError, match=r"symbolic link|is in the way of"), site.opened(leases) as opened, opened:
+    with (
+        pytest.raises(OSError, match=r"symbolic link|is in the way of"),
+        lease_directory.opened(leases) as opened,
+        opened,
+    ):
         opened.take("ticket.1", {"who": "f()"})
     (leases / name).unlink()
     os.mkfifo(leases / "ticket.2.json")
-    with site.opened(leases) as opened, opened:
+    with lease_directory.opened(leases) as opened, opened:
         assert opened.said("ticket.2") == {}
     assert aim.read_text() == "kept"
 
@@ -116,12 +120,12 @@ def test_a_directory_in_tmp_that_somebody_else_made_first(tmp_path: Path, monkey
     temporary, runtime = tmp_path / "tmp", tmp_path / "run"
     (runtime / str(uid) / "mlaunch").mkdir(parents=True, mode=0o700)
     temporary.mkdir()
-    monkeypatch.setattr(site, "_TMP", str(temporary))
-    monkeypatch.setattr(site, "_RUNTIME", str(runtime))
-    assert site.place({}) == temporary / f"mlaunch-{uid}-leases"
+    monkeypatch.setattr(lease_directory, "_TMP", str(temporary))
+    monkeypatch.setattr(lease_directory, "_RUNTIME", str(runtime))
+    assert lease_directory.place({}) == temporary / f"mlaunch-{uid}-leases"
     anothers_directory(temporary, monkeypatch).rename(temporary / f"mlaunch-{uid}-leases")
-    assert site.place({}) == runtime / f"{uid}/mlaunch-leases"
-    assert site.place({site.VARIABLE: "/x"}) == Path("/x")
+    assert lease_directory.place({}) == runtime / f"{uid}/mlaunch-leases"
+    assert lease_directory.place({lease_directory.VARIABLE: "/x"}) == Path("/x")
     theirs, ours = temporary / f"mlaunch-{uid}", runtime / f"{uid}/mlaunch"
     monkeypatch.setattr(registry, "candidates", lambda _: [ours, theirs])
     assert registry.home({}) == ours

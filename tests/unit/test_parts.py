@@ -60,7 +60,10 @@ def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (tmp_path / name / "caller.py").write_text(NOTES.replace("{name}", name))
         (tmp_path / name / "rank.py").write_text(dedent(RANK))
     monkeypatch.setattr(mlaunch, "__path__", [*mlaunch.__path__, str(tmp_path)])
-    features = tuple(Feature(name, (option,)) for name, option in (("first", "seed"), ("second", "log_dir")))
+    features = (
+        Feature("first", ("seed",), lambda given: given["seed"] is not None),
+        Feature("second", ("log_dir",), lambda given: given["log_dir"] is not None),
+    )
     monkeypatch.setattr("mlaunch.features.FEATURES", features)
     monkeypatch.setattr(load, "FEATURES", features)
     before = set(sys.modules)
@@ -111,7 +114,9 @@ def test_a_part_that_refuses_a_call_has_the_others_closed(capsys: pytest.Capture
 
 
 def test_a_feature_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlaunch.features.FEATURES", (Feature("absent", ("seed",)),))
+    monkeypatch.setattr(
+        "mlaunch.features.FEATURES", (Feature("absent", ("seed",), lambda given: given["seed"] is not None),)
+    )
     words = "seed=3: this installation of mlaunch lacks mlaunch/absent, which does it; install mlaunch again, or leave"
     with pytest.raises(ModuleNotFoundError, match=words):
         CallerParts(asked(seed=3))

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from mlaunch.caller import leasing
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.server.warm import warm_server
-from mlaunch.leases.acquisition import Wish
+from mlaunch.leases.caller import requests
+from mlaunch.leases.caller.acquisition import Wish
 from mlaunch.pytest import (
     cases,
     early,
@@ -175,8 +175,8 @@ def test_workers_divide_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_worker_has_devices_alone_and_gives_them_back_when_another_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     shape, wish = Shape(1, "toy", None), Wish(["toy 0"], 1, "pytest's worker gw1")
-    request = leasing.LeaseRequest(Options(), os.environ, wish, {"toy 0": 0})
-    monkeypatch.setattr(workers.leasing, "request_of", lambda *_: request)
+    request = requests.LeaseRequest(Options(), os.environ, wish, {"toy 0": 0})
+    monkeypatch.setattr(workers.requests, "request_of", lambda *_: request)
     monkeypatch.setattr(workers.warm_server, "get", lambda _: None)
     monkeypatch.delenv("PYTEST_XDIST_WORKER_COUNT", raising=False)
     assert workers.WorkerDevices(shape, 60.0).devices is None  # without xdist

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from mlaunch.cli import on_lease
 from mlaunch.cli.job import Job, job_of
-from mlaunch.leases.acquisition import Acquisition, Wish
-from mlaunch.leases.site import place
+from mlaunch.leases import command as lease_command
+from mlaunch.leases.caller.acquisition import Acquisition, Wish
+from mlaunch.leases.caller.lease_directory import place
 from tests.processes import wait_until
 from tests.system.commands import run, start, write
 from tests.unit.test_flags import parse
@@ -36,7 +36,7 @@ def test_a_command_waits_for_its_turn(tmp_path: Path) -> None:
     # Once it says so: it has its place in line before it has looked who is there.
     told = next((line for line in command.stderr if "waits for" in line), "")
     assert re.match(rf"mlaunch: train.py waits for a place on the CPUs, after before\(\) \(pid {os.getpid()}\)", told)
-    shown = on_lease.rows(os.environ)
+    shown = lease_command.rows(os.environ)
     pid = os.getpid()
     assert re.fullmatch(rf"  place on the CPUs 0  before\(\) of pid {pid}, for \d+ .+", shown[1])
     assert re.fullmatch(rf"  train.py of pid {command.pid}, waits .+ for (1 of )?place on the CPUs 0.*", shown[-1])
@@ -45,7 +45,7 @@ def test_a_command_waits_for_its_turn(tmp_path: Path) -> None:
     before.close()
     out, _ = command.communicate(timeout=120)
     assert re.fullmatch(r"(2 place on the CPUs \d is held\n){2}", out)  # by the ranks: the command may be killed
-    assert on_lease.rows(os.environ) == []
+    assert lease_command.rows(os.environ) == []
 
 
 def test_a_command_that_waits_can_be_ended(tmp_path: Path) -> None:
@@ -53,11 +53,11 @@ def test_a_command_that_waits_can_be_ended(tmp_path: Path) -> None:
     before = Acquisition(place(os.environ), Wish(cpus, len(cpus)))
     lease = before.step()
     command = start(tmp_path, "--lease", "1", write(tmp_path, SCRIPT))
-    wait_until(lambda: len(on_lease.rows(os.environ)) > len(cpus) + 1)
+    wait_until(lambda: len(lease_command.rows(os.environ)) > len(cpus) + 1)
     command.send_signal(signal.SIGTERM)
     command.communicate(timeout=120)
     assert command.returncode == 128 + signal.SIGTERM
-    assert len(on_lease.rows(os.environ)) == len(cpus) + 1
+    assert len(lease_command.rows(os.environ)) == len(cpus) + 1
     before.close()
     assert lease is not None
     lease.close()
@@ -65,7 +65,7 @@ def test_a_command_that_waits_can_be_ended(tmp_path: Path) -> None:
 
 def checked(*words: str) -> Job:
     args = parse(*words, __file__)
-    return on_lease.check(args, job_of(args, {}))
+    return lease_command.check(args, job_of(args, {}))
 
 
 def test_flags_that_do_not_go_together() -> None:

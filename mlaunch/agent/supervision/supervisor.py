@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
 
 class Supervisor:
-    """Watches until all ranks are reaped. ``leases``: descriptors that came with the call, which they hold, too."""
+    """Watches until all ranks are reaped. ``held``: descriptors that came with the call, which they hold, too."""
 
-    leases: tuple[int, ...] = ()
+    held: tuple[int, ...] = ()
 
     def __init__(self, scene: Supervision) -> None:
         self._ranks = {rank.pidfd: rank for rank in scene.ranks}
@@ -76,7 +76,7 @@ class Supervisor:
         self._call = call
         record = pickled(RunCall(call.number, call.errand, data, call_fd is not None, call.details))
         for rank in self._by_local_rank:
-            rank.begin_call(record, [*self.leases] if call_fd is None else [call_fd, *self.leases])
+            rank.begin_call(record, [*self.held] if call_fd is None else [call_fd, *self.held])
 
     def run(self) -> bool:
         """Watches the ranks to their end; tells whether that came by itself, with nothing amiss."""

@@ -1,7 +1,7 @@
 """One call of a decorated function, in the caller's process: plan it, start it, and again if it fails and may.
 
 call_on_ranks
-  +-> _Attempts: server ready -> devices leased -> planned -> started -> LaunchHandle.wait -> Ended
+  +-> _Attempts: server ready -> all granted -> planned -> started -> LaunchHandle.wait -> Ended
          ^         |                                            |
          +---------+  the server was gone before anything ran   |  (TRIES times)
          +------------------------------------------------------+  a rank failed (max_restarts times)
@@ -28,7 +28,6 @@ from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.caller.launch.restarts import with_restarts
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.launch.start import start
-from mlaunch.caller.leasing import granted
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.display import StartingLine
 from mlaunch.caller.output.output_plan import output_plan, place_of, with_directory
@@ -38,6 +37,7 @@ from mlaunch.caller.server.fork_server import ForkServer, ServerGoneError
 from mlaunch.caller.server.warm import warm_server
 from mlaunch.caller.stop_order import StopOrder
 from mlaunch.caller.warn import warn_caller
+from mlaunch.core.parts import Grant
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import Context, LaunchSpec
 
@@ -130,13 +130,13 @@ class _Attempts:
             place = place_of(options)
             with StartingLine(name, place) as line:
                 ready = server.ready(number.time_left, line.show)
-                grant = granted(options, server, environ, name, line.tell)
-            try:  # until the launch's processes have the lease
-                spec = planned(grant.options, ThisMachine(ready, server.count_devices), name, grant.environ, number)
+                grant = acquired(self.parts, Grant(options, environ), server, name, line.tell)
+            try:  # until the launch's processes hold what it was granted
+                spec = planned(grant, ThisMachine(ready, server.count_devices), name, number)
                 history.ready = time.monotonic()
                 handle = start(grant, server, spec, self.call, output_plan(options, spec, place), history)
             finally:
-                grant.close()
+                grant.give_back()
             try:
                 self.order.attach(handle.ask_to_stop)
                 ended = handle.wait()
@@ -150,21 +150,48 @@ class _Attempts:
                 server.close()
 
 
+def acquired(
+    parts: CallerParts | None, grant: Grant, server: ForkServer, name: str, tell: Callable[[str], None]
+) -> Grant:
+    """Returns what an attempt may use: at once, or after a wait, of which ``tell`` gets the reasons.
+
+    Can be interrupted. To be given back once the attempt is started.
+    """
+    if parts is None:
+        return grant
+    with contextlib.closing(parts.acquire(grant, server, name)) as steps:
+        told = ""
+        while True:
+            try:
+                wait = next(steps)
+            except StopIteration as done:
+                granted: Grant = done.value
+                return granted
+            if wait.row:  # which only a process with many calls has
+                continue
+            if wait.text != told:
+                tell(wait.text)
+                told = wait.text
+            interrupts.wait_readable(wait.fds, wait.timeout)
+
+
 def planned(
-    options: Options, machine: ThisMachine, name: str, environ: Mapping[str, str], number: Attempt,
-    surroundings: Context | None = None,
-) -> LaunchSpec:  # fmt: skip
+    grant: Grant, machine: ThisMachine, name: str, number: Attempt, surroundings: Context | None = None
+) -> LaunchSpec:
     """Plan a launch; its errors are raised as if from the line that called.
 
     ``surroundings``: of the moment at which it was asked for; None: that is now.
     """
     try:
-        spec = plan(options, machine, name, environ, number)
+        spec = plan(grant.options, machine, name, grant.environ, number)
         if number.parts is not None:
             number.parts.planned(spec)
-        if surroundings is None:
-            return spec
-        return dataclasses.replace(spec, context=dataclasses.replace(surroundings, environ=dict(environ)))
+        around = spec.context
+        if surroundings is not None:
+            around = dataclasses.replace(surroundings, environ=dict(grant.environ))
+        if grant.of_call:
+            around = dataclasses.replace(around, of_call=grant.of_call)
+        return spec if around is spec.context else dataclasses.replace(spec, context=around)
     except (ValueError, FileNotFoundError) as error:  # what this machine does not have
         raise misuse(error) from None
 

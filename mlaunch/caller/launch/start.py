@@ -23,7 +23,7 @@ from mlaunch.protocol.messages.prepared_messages import BeginCall, details_of
 from mlaunch.protocol.spec import LaunchSpec
 
 if TYPE_CHECKING:
-    from mlaunch.caller.leasing import Grant
+    from mlaunch.core.parts import Grant
     from mlaunch.protocol.messages.channels import AgentsEnd, LaunchersEnd
 
 
@@ -32,31 +32,31 @@ def start(
 ) -> LaunchHandle:
     """Starts an attempt at a call: in the launch that a server which stays has prepared if that can serve it.
 
-    In any case the next one is to be prepared; after one with a lease, if others wait for the same.
+    In any case the next one is to be prepared; after one that holds something, if others wait for the same.
 
     Raises:
         ServerGoneError: The fork server is gone; nothing was started.
         TypeError: The function or an argument cannot be pickled.
     """
     if grant.options.start_method == "fork":  # the ranks have the call in memory
-        return start_launch(server, spec, None, output, history, grant.fds)
+        return start_launch(server, spec, None, output, history, grant.held)
     sent = Call(calls.portable(call.function), call.args, call.kwargs)
-    leases = grant.fds
-    if grant.options.start_method != "forkserver" or (leases and spec.device_type != "cpu"):
+    held = grant.held
+    if grant.options.start_method != "forkserver" or (held and spec.device_type != "cpu"):
         # One on devices would seldom be on those that are free next.
-        return start_launch(server, spec, sent, output, history, leases)
+        return start_launch(server, spec, sent, output, history, held)
     spec = with_pipes(spec, output)
     agent = preparation.take(server, spec)
     if prepared := agent is not None:
-        _send_call(server, agent, spec, sent, leases)
-    following = preparation.expect(server, spec) if grant.more or not leases else None
+        _send_call(server, agent, spec, sent, held)
+    following = preparation.expect(server, spec) if grant.more or not held else None
     try:
         if agent is None:
             more = spec.cluster is None
-            agent = send_launch(server, spec, sent, following, more=more, leases=leases)
+            agent = send_launch(server, spec, sent, following, more=more, held=held)
         elif following is not None:
             with contextlib.suppress(OSError):  # it is gone, which the launch itself will tell
-                server.prepare(following, soon=bool(leases))
+                server.prepare(following, soon=bool(held))
     finally:
         # The server has its copy; with ours open, a dead agent's channel would never be at its end.
         if following is not None:
@@ -70,14 +70,14 @@ def start_launch(
     call: Call | None,
     output: OutputPlan,
     history: History,
-    leases: Sequence[int] = (),
+    held: Sequence[int] = (),
 ) -> LaunchHandle:
     """Starts a launch of its own, with the errors of ``start``. ``call`` None: the ranks have it, or run a command.
 
-    ``leases``: descriptors that its processes are to hold, too.
+    ``held``: descriptors that its processes are to hold, too.
     """
     spec = with_pipes(spec, output)
-    return _handle(server, spec, send_launch(server, spec, call, leases=leases), output, history)
+    return _handle(server, spec, send_launch(server, spec, call, held=held), output, history)
 
 
 def _handle(
@@ -96,11 +96,11 @@ def _handle(
     return kind(spec, server, agent, relay, history, prepared=prepared)
 
 
-def _send_call(server: ForkServer, agent: LaunchersEnd, spec: LaunchSpec, call: Call, leases: Sequence[int]) -> None:
+def _send_call(server: ForkServer, agent: LaunchersEnd, spec: LaunchSpec, call: Call, held: Sequence[int]) -> None:
     """Gives a prepared launch its call. An agent that is gone has begun nothing, which is found out later."""
     try:
         with in_memfds([("call", call)]) as memfds:
-            agent.try_send(BeginCall(details_of(spec, len(leases))), [*memfds, *leases])
+            agent.try_send(BeginCall(details_of(spec, len(held))), [*memfds, *held])
     except BaseException as error:
         agent.close()
         name_culprit(error, call, spec.name)
@@ -120,11 +120,11 @@ def send_launch(
     following: AgentsEnd | None = None,
     *,
     more: bool = False,
-    leases: Sequence[int] = (),
+    held: Sequence[int] = (),
 ) -> LaunchersEnd:
     """Asks the fork server to start a launch; returns the channel to its agent. Raises what ``start_launch`` does."""
     try:
-        return server.launch(spec, call, following, more=more, leases=leases)
+        return server.launch(spec, call, following, more=more, held=held)
     except (BrokenPipeError, ConnectionResetError) as error:
         raise ServerGoneError(f"{server.describe_end()} before it could start {spec.name}") from error
     except Exception as error:

@@ -5,6 +5,7 @@ It does what ``caller/launch/call.py`` does in a loop of its own.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
@@ -12,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
+from typing import cast
 
 from mlaunch.base.fds import in_forks
 from mlaunch.base.log import log
@@ -21,7 +23,6 @@ from mlaunch.caller.launch.plan import Attempt, ThisMachine
 from mlaunch.caller.launch.restarts import again, may_be_repeated
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.launch.start import start
-from mlaunch.caller.leasing import Grant, request_of, wants_lease
 from mlaunch.caller.many.reported import in_words
 from mlaunch.caller.many.run_future import RunCourse, found_as
 from mlaunch.caller.options.launch_options import Options
@@ -29,6 +30,8 @@ from mlaunch.caller.output.output_plan import OutputPlan, output_plan, place_of,
 from mlaunch.caller.report.history import History
 from mlaunch.caller.server.fork_server import ForkServer, ServerGoneError
 from mlaunch.caller.server.warm import warm_server
+from mlaunch.core.load import CallerParts
+from mlaunch.core.parts import Grant
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import LaunchSpec
 
@@ -94,19 +97,19 @@ def _try(options: Options, call: Call, name: str, number: Attempt, course: RunCo
     ready = server.ready()
     grant = Grant(options, environ)
     try:
-        if wants_lease(options):
-            grant = yield from _leased(options, server, grant, name, course)
+        if options.features:
+            grant = yield from _acquired(grant, server, name, course)
         go_on(course)
         course.begins()
         if options.keep is not None:
             return (yield from on_kept(grant.of_ranks_that_stay.replaced({"deadline": number.time_left}), call, course))
         machine = ThisMachine(ready, server.count_devices)
-        spec = planned(grant.options, machine, name, grant.environ, number, course.surroundings)
+        spec = planned(grant, machine, name, number, course.surroundings)
         history.ready = time.monotonic()
         handle = start(grant, server, spec, call, output_of(options, spec, course), history)
     finally:
-        # Ours alone: the launch's processes hold copies of the descriptors, and devices are free at the last one's end.
-        grant.close()
+        # Ours alone: the launch's processes hold copies of the descriptors.
+        grant.give_back()
     return (yield from driven(handle, course))
 
 
@@ -121,30 +124,37 @@ def go_on(course: RunCourse) -> None:
         raise CancelledError
 
 
-def _leased(
-    options: Options, server: ForkServer, grant: Grant, name: str, course: RunCourse
-) -> Generator[Need, None, Grant]:
-    request = request_of(options, server, grant.environ, name)
-    row = _rows.setdefault(tuple(request.wish.names), deque())
+def _acquired(grant: Grant, server: ForkServer, name: str, course: RunCourse) -> Generator[Need, None, Grant]:
+    row = deque[RunCourse]()
+    with CallerParts(grant.options) as parts, contextlib.closing(parts.acquire(grant, server, name)) as steps:
+        try:
+            while True:
+                try:
+                    wait = next(steps)
+                except StopIteration as done:
+                    course.starting = True
+                    more = len(row) > 1 or course.has_followers()
+                    return dataclasses.replace(cast(Grant, done.value), more=more)
+                if wait.row:
+                    row = _rows.setdefault(wait.row, row)
+                    yield from _turn_of(course, row)
+                else:
+                    yield Need(tuple(wait.fds), wait.timeout, later=True)
+                    go_on(course)
+        finally:
+            if course in row:
+                row.remove(course)
+            if row:
+                row[0].notify()
+
+
+def _turn_of(course: RunCourse, row: deque[RunCourse]) -> Generator[Need, None, None]:
+    """Waits until it is first in the row."""
     row.append(course)
     course.starting = False
-    try:
-        while row[0] is not course:
-            yield Need()
-            go_on(course)
-        acquisition = request.begin()
-        try:
-            while (lease := request.look(acquisition)) is None:
-                yield Need(tuple(acquisition.fds()), acquisition.timeout(), later=True)
-                go_on(course)
-        finally:
-            acquisition.close()
-        course.starting = True
-        return dataclasses.replace(request.granted(lease), more=len(row) > 1 or course.has_followers())
-    finally:
-        row.remove(course)
-        if row:
-            row[0].notify()
+    while row[0] is not course:
+        yield Need()
+        go_on(course)
 
 
 def on_kept(options: Options, call: Call, course: RunCourse) -> Steps:

@@ -12,7 +12,6 @@ from mlaunch.base.misuse import misuse
 from mlaunch.caller import arguments, nesting
 from mlaunch.caller.launch.plan import context_of
 from mlaunch.caller.launch.settle import Ended
-from mlaunch.caller.leasing import wants_lease
 from mlaunch.caller.many import trial_arguments
 from mlaunch.caller.many.course import attempt_here, steps_of
 from mlaunch.caller.many.loop import loop
@@ -39,7 +38,7 @@ def submit(options: Options, call: Call, name: str, keep_report: Callable[[Launc
     arguments.check(function, call.args, call.kwargs)
     arguments.check_values(function, call.args, call.kwargs)
     given = trial_arguments.given_in_words(trial_arguments.given_names(function, 0, call.args, call.kwargs))
-    starts = options.engine is None and not wants_lease(options)
+    starts = options.engine is None and not waits(options)
     course = RunCourse(loop, dataclasses.replace(surroundings_of(options), given=given), starting=starts)
     run = Run(f"{name}()", named(function, call.args, call.kwargs), course)
     drive(run, course, options, call, keep_report)
@@ -74,6 +73,11 @@ def check(options: Options, name: str, method: str) -> None:
         held.check_trial(options.machines)
 
 
+def waits(options: Options) -> bool:
+    """True if the call may wait for something before it starts."""
+    return any(feature.waits for feature in options.features)
+
+
 def surroundings_of(options: Options) -> Context:
     """Return all that a call takes over from this process now: ranks start later, when that may have changed."""
     return context_of({**os.environ, **(options.env or {})})
@@ -91,7 +95,7 @@ def options_of_trials(
         if retries is not None:
             about("max_restarts").allowed.check("retries", retries)
         changed = options.replaced(changes)
-        of_its_own = wants_lease(changed) or options.engine is not None  # which gives each launch its machines
+        of_its_own = waits(changed) or options.engine is not None  # which gives each launch its machines
         return changed if of_its_own else changed.replaced({"lease": True})
     except (TypeError, ValueError) as error:
         raise misuse(error) from None

@@ -100,19 +100,13 @@ def _check_features(given: Mapping[str, Any]) -> None:
     elsewhere = {"ranks": "these ranks were started without it", "keep": "these ranks stay"}
     for feature in FEATURES:
         name = feature.options[0]
-        for other, why in elsewhere.items() if feature.one_call and given[name] is not None else ():
+        for other, why in elsewhere.items() if feature.one_call and feature.asks(given) else ():
             if given[other] is not None:
                 raise ValueError(f"{name}={given[name]!r} with {other}=: {why}; allowed: a call with ranks of its own")
 
 
-def asks_for_lease(given: Mapping[str, Any]) -> bool:
-    """Tells whether a launch is to wait for devices of its own."""
-    fewer = given["devices"] is not None and given["n_gpus"] not in {None, len(given["devices"])}
-    return bool(given["lease"] or given["concurrent"] is not None or fewer)
-
-
 def _check_lease(given: Mapping[str, Any]) -> None:
-    if not asks_for_lease(given):
+    if not any(feature.waits and feature.asks(given) for feature in FEATURES):
         return
     why = (
         f"lease={given['lease']} with n_gpus={given['n_gpus']}, devices={given['devices']}, "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import os
@@ -13,9 +12,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from mlaunch.base.fds import in_forks
+from mlaunch.caller.launch.call import acquired
 from mlaunch.caller.launch.restarts import with_restarts
 from mlaunch.caller.launch.settle import Ended
-from mlaunch.caller.leasing import granted, wants_lease
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.display import StartingLine
 from mlaunch.caller.output.output_plan import place_of
@@ -23,6 +22,7 @@ from mlaunch.caller.ranks.rank_set import ClosedError
 from mlaunch.caller.ranks.ranks import Ranks, ranks_of
 from mlaunch.caller.server.warm import warm_server
 from mlaunch.caller.warn import warn_caller
+from mlaunch.core.parts import Grant
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import Context
 from mlaunch.rank.setup import device
@@ -77,21 +77,26 @@ def call_on_kept(
 
     def attempt(time_left: float | None, _restart_count: int) -> Ended:
         call = Call(function, args, kwargs, seed=options.seed)
-        if not wants_lease(options):
+        if not options.features:
             return on_shared(options, lambda ranks: ranks.call(options.replaced({"deadline": time_left}), call))
-        return _on_leased(options.replaced({"deadline": time_left}), call, name)
+        return _on_granted(options.replaced({"deadline": time_left}), call, name)
 
     return with_restarts(attempt, name, options.deadline, options.max_restarts, warn_caller)
 
 
-def _on_leased(options: Options, call: Call, name: str) -> Ended:
-    """Makes the call on ranks that are kept for the devices that it gets; the lease ends with it, and they stay."""
+def _on_granted(options: Options, call: Call, name: str) -> Ended:
+    """Makes the call on ranks that are kept for what it is granted, which it gives back as it ends; they stay."""
+    from mlaunch.core.load import CallerParts  # which most calls do not need
+
     environ, line = {**os.environ, **(options.env or {})}, StartingLine(name, place_of(options))
-    with line:
-        grant = granted(options, warm_server.get(environ), environ, name, line.tell)
-    with contextlib.closing(grant):
-        own = grant.of_ranks_that_stay
-        return on_shared(own, lambda ranks: ranks.call(own, call))
+    with CallerParts(options) as parts:
+        with line:
+            grant = acquired(parts, Grant(options, environ), warm_server.get(environ), name, line.tell)
+        try:
+            own = grant.of_ranks_that_stay
+            return on_shared(own, lambda ranks: ranks.call(own, call))
+        finally:
+            grant.give_back()
 
 
 def on_shared(options: Options, make: Callable[[Ranks], T], surroundings: Context | None = None) -> T:

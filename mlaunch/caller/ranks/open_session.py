@@ -20,6 +20,7 @@ from mlaunch.caller.ranks.session import RanksLaunch
 from mlaunch.caller.ranks.stay_rules import StayRules
 from mlaunch.caller.report.history import History
 from mlaunch.caller.server.warm import warm_server
+from mlaunch.core.parts import Grant
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import Context
 
@@ -48,7 +49,7 @@ def open_session(options: Options, rules: StayRules, surroundings: Context | Non
             place = place_of(options)
             with StartingLine("Ranks", place) as line:
                 machine = ThisMachine(server.ready(None, line.show), server.count_devices)
-            spec = planned(options, machine, "Ranks", environ, Attempt(0, None))
+            spec = planned(Grant(options, environ), machine, "Ranks", Attempt(0, None))
             spec = dataclasses.replace(spec, name=f"Ranks ({spec.world_size})", deadline=None, stays=True)
             spec = dataclasses.replace(spec, context=surroundings or spec.context)
             history.ready = time.monotonic()
@@ -75,7 +76,7 @@ def check_session(options: Options) -> None:
         environ = {**os.environ, **(options.env or {})}
         server = warm_server.get(environ)  # whatever the start method, this machine has the same
         machine = ThisMachine(server.ready(None, lambda: None), server.count_devices)
-        planned(options, machine, "Ranks", environ, Attempt(0, None))
+        planned(Grant(options, environ), machine, "Ranks", Attempt(0, None))
 
 
 def _check(options: Options) -> None:

@@ -191,17 +191,17 @@ class ForkServer:
         following: AgentsEnd | None = None,
         *,
         more: bool = False,
-        leases: Sequence[int] = (),
+        held: Sequence[int] = (),
     ) -> LaunchersEnd:
         """Starts a launch; the channel is to its agent. ``call`` None: the server has it in memory.
 
         ``following``: its end of the channel of the next launch, which it is to prepare; None: it is not. ``more``:
-        see StartLaunch. ``leases``: descriptors that its processes are to hold.
+        see StartLaunch. ``held``: descriptors that its processes are to hold.
         """
         directory = error_file.directory_of(spec) or temporary.directory_of(spec)
-        order = StartLaunch(more, directory, len(leases), spec.grace_period)
+        order = StartLaunch(more, directory, len(held), spec.grace_period)
         with standard_streams() as streams:
-            beside = [*streams, *([] if following is None else [following.fileno()]), *leases]
+            beside = [*streams, *([] if following is None else [following.fileno()]), *held]
             return self._ask(order, [("spec", spec), ("call", call)], beside)
 
     def prepare(self, following: AgentsEnd, *, like: LaunchSpec | None = None, soon: bool = False) -> None:

@@ -33,14 +33,14 @@ class StartFds(NamedTuple):
 
     launch: LaunchFds
     following: int | None  # the socket of the launch that is to be prepared next
-    leases: Sequence[int]  # what the processes are to hold of their devices
+    held: Sequence[int]  # what the processes are to hold
 
     @classmethod
-    def of(cls, fds: Sequence[int], leases: int) -> StartFds:
-        """Names what came. ``leases``: how many the record says."""
-        own, first_lease = len(LaunchFds._fields), len(fds) - leases
-        following = fds[own] if own < first_lease else None
-        return cls(LaunchFds(*fds[:own]), following, fds[first_lease:])
+    def of(cls, fds: Sequence[int], held: int) -> StartFds:
+        """Names what came. ``held``: how many the record says."""
+        own, first_held = len(LaunchFds._fields), len(fds) - held
+        following = fds[own] if own < first_held else None
+        return cls(LaunchFds(*fds[:own]), following, fds[first_held:])
 
 
 class LikeFds(NamedTuple):

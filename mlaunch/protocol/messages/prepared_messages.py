@@ -9,10 +9,12 @@ agent -> rank             RunCall                   (with the details)
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from dataclasses import field
 
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol.settings import Settings
-from mlaunch.protocol.spec import LEASED, LaunchSpec
+from mlaunch.protocol.spec import LaunchSpec
 
 
 @frozen_record
@@ -39,8 +41,8 @@ class Details:
     settings: Settings = ()
     source: str = ""
     given: str = ""
-    leased: str = ""  # what it holds, as ranks have it in their environment
-    leases: int = 0  # descriptors that its processes are to hold
+    environ: Mapping[str, str] = field(default_factory=dict)  # more variables of its ranks
+    held: int = 0  # descriptors that its processes are to hold
 
 
 @frozen_record
@@ -55,23 +57,22 @@ class CallBegun:
     """The ranks of a prepared launch were there, and have been sent the call."""
 
 
-def details_of(spec: LaunchSpec, leases: int = 0) -> Details:
-    """Returns a launch's details. ``leases``: descriptors that its processes are to hold."""
+def details_of(spec: LaunchSpec, held: int = 0) -> Details:
+    """Returns a launch's details. ``held``: descriptors that its processes are to hold."""
     own = spec.name, spec.deadline, spec.time_left, spec.seed, spec.rank0_only
-    leased = spec.context.environ.get(LEASED, "")
     context = spec.context
-    return Details(*own, context.argv, context.settings, context.source, context.given, leased, leases)
+    environ = {name: context.environ[name] for name in context.of_call}
+    return Details(*own, context.argv, context.settings, context.source, context.given, environ, held)
 
 
 def with_details(spec: LaunchSpec, details: Details) -> LaunchSpec:
     """Returns the launch with these details."""
-    environ = {name: value for name, value in spec.context.environ.items() if name != LEASED}
-    if details.leased:
-        environ[LEASED] = details.leased
+    bare = {name: value for name, value in spec.context.environ.items() if name not in spec.context.of_call}
     own = {name: getattr(details, name) for name in ("argv", "settings", "source", "given")}
-    context = dataclasses.replace(spec.context, environ=environ, **own)
+    environ, of_call = {**bare, **details.environ}, tuple(details.environ)
+    context = dataclasses.replace(spec.context, environ=environ, of_call=of_call, **own)
     given = vars(details) | {"context": context}
-    for name in (*own, "leased", "leases"):
+    for name in (*own, "environ", "held"):
         del given[name]
     return dataclasses.replace(spec, **given)
 

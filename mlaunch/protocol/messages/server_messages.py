@@ -34,7 +34,7 @@ class DeviceCount:
 
 @frozen_record
 class StartLaunch:
-    """Starts a launch. Attached: ``StartFds``. ``leases``: how many descriptors of those its processes are to hold.
+    """Starts a launch. Attached: ``StartFds``. ``held``: how many descriptors of those its processes are to hold.
 
     ``more``: others like it may follow, for which its agent can stay. ``directory``: removed when its agent is gone,
     who does that unless it is killed; "": none. ``grace_period``: seconds that its ranks have to end in.
@@ -42,7 +42,7 @@ class StartLaunch:
 
     more: bool = False
     directory: str = ""
-    leases: int = 0
+    held: int = 0
     grace_period: float = 0.0
 
 

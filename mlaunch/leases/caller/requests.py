@@ -4,51 +4,24 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.log import log
 from mlaunch.base.misuse import misuse
 from mlaunch.base.text import ranges
-from mlaunch.caller import interrupts
 from mlaunch.caller.launch import device_choice
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.options.option_checks import asks_for_lease
 from mlaunch.caller.server.fork_server import ForkServer
-from mlaunch.leases import other_programs
-from mlaunch.leases.acquisition import Acquisition, DeviceLease, Wish
-from mlaunch.leases.site import place
-from mlaunch.protocol.spec import LEASED as VARIABLE
+from mlaunch.core.parts import CallerPart, Delay, Grant, Spell
+from mlaunch.leases.caller import other_programs
+from mlaunch.leases.caller.acquisition import Acquisition, DeviceLease, Wish
+from mlaunch.leases.caller.lease_directory import place
 from mlaunch.rank.setup import device
 
+VARIABLE = "MLAUNCH_LEASED"  # in ranks: what their launch holds, and those around it
 _PLACE = "place on the CPUs"
-
-
-@frozen_record
-class Grant:
-    """What a launch may use. ``lease``: None where it needs none. ``more``: others wait for the same."""
-
-    options: Options
-    environ: Mapping[str, str]
-    lease: DeviceLease | None = None
-    more: bool = False
-
-    @property
-    def fds(self) -> Sequence[int]:
-        """What the launch's processes are to hold meanwhile."""
-        return self.lease.fds if self.lease is not None else ()
-
-    def close(self) -> None:
-        """Gives the lease back, unless the launch's processes hold it."""
-        if self.lease is not None:
-            self.lease.close()
-
-    @property
-    def of_ranks_that_stay(self) -> Options:
-        """The options by which they are known: what they hold is in their environment, so each place has its own."""
-        held = self.environ.get(VARIABLE)
-        return self.options.replaced({"env": {**(self.options.env or {}), VARIABLE: held}}) if held else self.options
 
 
 @frozen_record
@@ -81,7 +54,8 @@ class LeaseRequest:
             chosen = [self.numbers[name] for name in lease.names]
             changes |= {"devices": chosen, "n_gpus": len(chosen)}
         held = ",".join([*held_around(self.environ), *lease.names])
-        return Grant(self.options.replaced(changes), {**self.environ, VARIABLE: held}, lease)
+        environ = {**self.environ, VARIABLE: held}
+        return Grant(self.options.replaced(changes), environ, (VARIABLE,), tuple(lease.fds), lease.close)
 
     def waits_for(self, acquisition: Acquisition) -> str:
         """Says for what, and for whom: "waits for 2 of devices 0-7, which search() (pid 7) has"."""
@@ -89,11 +63,6 @@ class LeaseRequest:
         if self.numbers is not None:
             wanted = f"{self.wish.count} of devices {ranges(sorted(self.numbers.values()), ',')}"
         return f"{self.wish.who} waits for {wanted}, after {acquisition.waits_for()}"
-
-
-def wants_lease(options: Options) -> bool:
-    """Tells whether the launch is to wait for devices of its own."""
-    return asks_for_lease(vars(options))
 
 
 def held_around(environ: Mapping[str, str]) -> list[str]:
@@ -180,24 +149,22 @@ def _check_hint(kind: str, server: ForkServer) -> None:
         )
 
 
-def granted(
-    options: Options, server: ForkServer, environ: Mapping[str, str], name: str, tell: Callable[[str], None]
-) -> Grant:
-    """Returns what the launch may use, to be closed once it is started: at once, or after a wait for its lease.
+class DevicesOfACall(CallerPart):
+    """The devices that a call has for itself, of this machine's."""
 
-    ``tell`` is told of a wait. Can be interrupted.
-    """
-    if not wants_lease(options):
-        return Grant(options, environ)
-    request = request_of(options, server, environ, name)
-    acquisition = request.begin()
-    try:
-        told = ""
-        while (lease := request.look(acquisition)) is None:
-            if (text := request.waits_for(acquisition)) != told:
-                tell(text)
-                told = text
-            interrupts.wait_readable(acquisition.fds(), acquisition.timeout())
-    finally:
-        acquisition.close()
-    return request.granted(lease)
+    def acquire(self, grant: Grant, server: ForkServer, name: str) -> Generator[Delay, None, Grant]:
+        """Wait until as many as are wanted are free, and it is this call's turn."""
+        request = request_of(grant.options, server, grant.environ, name)
+        yield Delay(row=tuple(request.wish.names))
+        acquisition = request.begin()
+        try:
+            while (lease := request.look(acquisition)) is None:
+                yield Delay(request.waits_for(acquisition), acquisition.fds(), acquisition.timeout())
+        finally:
+            acquisition.close()
+        return request.granted(lease)
+
+
+def part(_options: Options, _spell: Spell) -> DevicesOfACall:
+    """Make the caller's part."""
+    return DevicesOfACall()

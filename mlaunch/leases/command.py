@@ -6,16 +6,28 @@ import argparse
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.text import in_two_units, shown
-from mlaunch.caller.leasing import Grant, granted
-from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.cli.checks import UsageError, at_least
-from mlaunch.cli.job import Job
-from mlaunch.leases.acquisition import standing
-from mlaunch.leases.site import place
+
+if TYPE_CHECKING:
+    from mlaunch.caller.server.fork_server import ForkServer
+    from mlaunch.cli.job import Job
+    from mlaunch.core.parts import Grant
+
+GROUP = "how many ranks, and where"
+
+
+def add(group: Any) -> None:
+    """Add the flag to a group of the parser's."""
+    group.add_argument("--lease", type=int, metavar="N", help="wait for N devices (of --devices, or all) that no other "
+                       "launch with a lease has; a rank on each, unless --nproc-per-node says otherwise")  # fmt: skip
+
+
+def options_of(_args: argparse.Namespace) -> dict[str, Any]:
+    """Return no options: a command waits for its devices before it is planned, since they say how many ranks it has."""
+    return {}
 
 
 def check(args: argparse.Namespace, job: Job) -> Job:
@@ -32,9 +44,15 @@ def check(args: argparse.Namespace, job: Job) -> Job:
 
 def take(job: Job, server: ForkServer, environ: dict[str, str], tell: Callable[[str], None]) -> tuple[Job, Grant]:
     """Returns the job on what it has got, and that; at once for one without a lease."""
+    from mlaunch.caller.launch.call import acquired  # which most commands do not need
+    from mlaunch.caller.options.launch_options import Options
+    from mlaunch.core.load import CallerParts
+    from mlaunch.core.parts import Grant
+
     options = Options(n_gpus=job.lease, devices=job.devices if job.lease else None, lease=job.lease is not None)
     try:
-        grant = granted(options, server, environ, job.name, tell)
+        with CallerParts(options) as parts:
+            grant = acquired(parts, Grant(options, environ), server, job.name, tell)
     except ValueError as error:
         raise UsageError(f"--lease {job.lease}: {error}") from None
     if grant.options.devices is not None:
@@ -44,6 +62,9 @@ def take(job: Job, server: ForkServer, environ: dict[str, str], tell: Callable[[
 
 def rows(environ: Mapping[str, str]) -> list[str]:
     """Says who has which device, and who waits for which; nothing if nobody has any."""
+    from mlaunch.leases.caller.acquisition import standing
+    from mlaunch.leases.caller.lease_directory import place
+
     held, waiting = shown(standing(place(environ)))
     found = ["leases"] if held or waiting else []
     found += [f"  {one['device']}  {_who(one)}" for one in held]

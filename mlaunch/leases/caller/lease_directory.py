@@ -37,7 +37,7 @@ def place(environ: Mapping[str, str]) -> Path:
     return own / "mlaunch-leases" if taken and is_own_directory(own) else fixed
 
 
-class LeaseSite:
+class LeaseDirectory:
     """The opened directory. ``fd`` has a shared lock, which keeps systemd-tmpfiles from cleaning it up."""
 
     def __init__(self, path: Path) -> None:
@@ -180,9 +180,9 @@ def _check_owner(path: Path, status: os.stat_result) -> None:
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[LeaseSite]:
-    site = LeaseSite(path)
+def opened(path: Path) -> Iterator[LeaseDirectory]:
+    directory = LeaseDirectory(path)
     try:
-        yield site
+        yield directory
     finally:
-        site.close()
+        directory.close()

@@ -23,7 +23,7 @@ from mlaunch.base import linux
 from mlaunch.base.fds import close_all, in_forks
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.misuse import misuse
-from mlaunch.leases.site import LeaseSite, opened
+from mlaunch.leases.caller.lease_directory import LeaseDirectory, opened
 
 DEVICE, TICKET = "device.", "ticket."
 _STOPPED_EVERY = 1.0  # seconds between looks whether who is before us has stopped
@@ -63,7 +63,7 @@ class Acquisition:
     def __init__(self, directory: Path, wish: Wish) -> None:
         """Takes a ticket. OSError where there can be no leases."""
         self._wish = wish
-        self._site = LeaseSite(directory)
+        self._site = LeaseDirectory(directory)
         self._said = {"pid": os.getpid(), "who": wish.who, "since": time.time()}
         self._watched: dict[int, str] = {}
         self._behind: int | None = None  # the process of the ticket that is watched
@@ -128,7 +128,7 @@ class Acquisition:
             return lease
 
     def _check_circle(self) -> None:
-        from mlaunch.leases.circles import in_words, stuck  # for a call in a rank that waits
+        from mlaunch.leases.caller.circles import in_words, stuck  # for a call in a rank that waits
 
         held = {
             device_of(name): self._site.said(name) for name in self._site.names(DEVICE) if _is_taken(self._site, name)
@@ -262,7 +262,7 @@ def _is_stopped(said: Mapping[str, Any]) -> bool:
     return isinstance(said.get("pid"), int) and linux.is_stopped(said["pid"])
 
 
-def _is_taken(site: LeaseSite, name: str) -> bool:
+def _is_taken(site: LeaseDirectory, name: str) -> bool:
     try:
         watched = site.watch(name)
     except FileExistsError:  # something of a stranger's
