@@ -945,7 +945,9 @@ import os, sys
 import torch.distributed as dist
 dist.init_process_group("gloo")
 dist.barrier()
-print(*(os.environ[name] for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE")), sys.argv[1:])
+names = "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE"
+print(*(os.environ[name] for name in names), sys.argv[1:], flush=True)
+dist.barrier()  # else one may be ended before it has printed
 if sys.argv[1] == "fail" and dist.get_rank() == 2:
     os._exit(7)
 dist.barrier()
