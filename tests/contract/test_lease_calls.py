@@ -132,7 +132,9 @@ def test_devices_that_are_not_there_are_refused_before_anything_waits() -> None:
     assert launches.leases() == ([], [])
 
 
-def test_an_interrupt_of_a_call_that_waits_leaves_no_place_in_line(tmp_path: Path) -> None:
+def test_an_interrupt_of_a_call_that_waits_leaves_no_place_in_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The process goes on. Meanwhile whoever holds a lease keeps systemd-tmpfiles from removing the directory."""
     caller, here = threading.Thread(target=lambda: _fails(tmp_path)), threading.get_ident()
     caller.start()
@@ -148,6 +150,8 @@ def test_an_interrupt_of_a_call_that_waits_leaves_no_place_in_line(tmp_path: Pat
     with pytest.raises(KeyboardInterrupt):
         launcher(os.getpid, n_gpus=1, concurrent=1)()
     presser.join()
+    [told] = caplog.messages  # where no line can change, it says once for whom it waits
+    assert told == f"getpid() waits for a place on the CPUs, after forever() (pid {os.getpid()})"
     held_now, waiting = launches.leases()
     assert ([one["who"] for one in held_now], waiting) == (["forever()"], [])
     assert not can_be_removed()

@@ -130,7 +130,7 @@ class _Attempts:
             place = place_of(options)
             with StartingLine(name, place) as line:
                 ready = server.ready(number.time_left, line.show)
-                grant = acquired(self.parts, Grant(options, environ), server, name, line.tell)
+                grant = acquired(self.parts, Grant(options, environ), server, name, line.tell_wait)
             try:  # until the launch's processes hold what it was granted
                 spec = planned(grant, ThisMachine(ready, server.count_devices), name, number)
                 history.ready = time.monotonic()

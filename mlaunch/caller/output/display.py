@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from mlaunch.base.fds import renewed
+from mlaunch.base.log import log
 from mlaunch.caller.output.console import Console
 from mlaunch.caller.output.harmless import harmless
 from mlaunch.caller.report import notebook
@@ -288,13 +289,21 @@ class StartingLine:
     """
 
     def __init__(self, name: str, place: Area | None) -> None:
-        self._name = name
+        self._name, self._place = name, place
         self._display = Display(place, time.monotonic())
-        self._shown = False
+        self._shown = self._logged = False
 
     def show(self) -> None:
         """Shows that the call has begun, and what it waits for."""
         self.tell(f"{self._name}  starting: importing torch")
+
+    def tell_wait(self, text: str) -> None:
+        """Shows for what the call waits; once, in the log, where no lines change: it may be for hours."""
+        if self._place is not None:
+            self.tell(text)
+        elif not self._logged:
+            self._logged = True
+            log.warning("%s", text)
 
     def tell(self, text: str) -> None:
         """Shows a text in the line's place."""
