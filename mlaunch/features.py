@@ -34,13 +34,17 @@ def _wants_lease(given: Mapping[str, Any]) -> bool:
     return bool(given["lease"] or given["concurrent"] is not None or fewer)
 
 
+def _wants_profile(given: Mapping[str, Any]) -> bool:
+    return given["profile"] is not None
+
+
 # In the order in which they surround a call.
 FEATURES = (
     Feature("leases", ("lease", "concurrent"), _wants_lease, waits=True),
     Feature(
         "profile",
         ("profile", "profile_steps", "profile_ranks"),
-        lambda given: given["profile"] is not None,
+        _wants_profile,
         one_call="it would have steps of many calls; profile in the function, with torch.profiler",
         instead="torch.profiler in the function",
     ),

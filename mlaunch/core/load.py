@@ -101,10 +101,10 @@ def _import(feature: str, process: str) -> Any:
 
 def around_call(spec: LaunchSpec, local_rank: int) -> contextlib.ExitStack:
     """Return what a rank holds while it runs a function or a script, for all features that the launch has."""
-    stack = contextlib.ExitStack()
-    for name, section in spec.sections.items():
-        stack.enter_context(_import(name, "rank").part(section, spec.rank(local_rank)).around_call())
-    return stack
+    with contextlib.ExitStack() as stack:
+        for name, section in spec.sections.items():
+            stack.enter_context(_import(name, "rank").part(section, spec.rank(local_rank)).around_call())
+        return stack.pop_all()
 
 
 class MachineParts:
@@ -139,6 +139,9 @@ def commands() -> Mapping[str, Any]:
     """Return the module that has a feature's flags, for each feature that is there and has some."""
     found = {}
     for feature in FEATURES:
-        with contextlib.suppress(ModuleNotFoundError):
+        try:
             found[feature.name] = _import(feature.name, "command")
+        except ModuleNotFoundError as error:
+            if not str(error.name).startswith(f"mlaunch.{feature.name}"):
+                raise
     return found
