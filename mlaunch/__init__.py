@@ -143,12 +143,12 @@ def __getattr__(name: str) -> Any:
 
 def load_ipython_extension(shell: Any) -> None:
     """Brings ``%ranks`` and ``%%ranks`` into a notebook: ``%load_ext mlaunch``."""
-    importlib.import_module("mlaunch.notebook.magics").load(shell)
+    importlib.import_module("mlaunch.cells.kernel.magics").load(shell)
 
 
 def unload_ipython_extension(shell: Any) -> None:
     """Ends the ranks of the magics, and takes these away: ``%unload_ext mlaunch``."""
-    importlib.import_module("mlaunch.notebook.magics").unload(shell)
+    importlib.import_module("mlaunch.cells.kernel.magics").unload(shell)
 
 
 def __dir__() -> list[str]:

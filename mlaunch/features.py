@@ -29,6 +29,11 @@ class Feature:
     waits: bool = False
 
 
+def _never(_given: Mapping[str, Any]) -> bool:
+    """For what methods ask for, and no option."""
+    return False
+
+
 def _wants_lease(given: Mapping[str, Any]) -> bool:
     fewer = given["devices"] is not None and given["n_gpus"] not in {None, len(given["devices"])}
     return bool(given["lease"] or given["concurrent"] is not None or fewer)
@@ -40,6 +45,7 @@ def _wants_profile(given: Mapping[str, Any]) -> bool:
 
 # In the order in which they surround a call.
 FEATURES = (
+    Feature("cells", (), _never),
     Feature("leases", ("lease", "concurrent"), _wants_lease, waits=True),
     Feature(
         "profile",

@@ -263,7 +263,7 @@ def set_timer_slack(nanoseconds: int) -> None:
 
 def is_ready_for_cells() -> bool:
     """In a rank: whether it has imported what runs cells."""
-    return "mlaunch.rank.cells.shell" in sys.modules
+    return "mlaunch.cells.rank.shell" in sys.modules
 
 
 def make_groups_by(make: Callable[..., Any]) -> None:
@@ -536,7 +536,7 @@ def ask_anywhere(patch: pytest.MonkeyPatch) -> None:
 
 
 def read_cells_by(patch: pytest.MonkeyPatch, read: Callable[..., Any]) -> None:
-    patch.setattr("mlaunch.notebook.magics.cell_source", read)
+    patch.setattr("mlaunch.cells.kernel.magics.cell_source", read)
 
 
 def forget_warnings() -> None:

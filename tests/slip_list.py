@@ -772,7 +772,7 @@ SLIPS = (
     Slip(
         "notebook",
         "options_before_a_restart",
-        "notebook/magics.py",
+        "cells/kernel/magics.py",
         "        check(options)\n        self.close()\n",
         "        self.close()\n",
         ("contract/test_cells_on_ranks.py::test_the_magics",),
@@ -781,7 +781,7 @@ SLIPS = (
     Slip(
         "notebook",
         "automatic_cells_after_a_magic",
-        "notebook/magics.py",
+        "cells/kernel/magics.py",
         "        finally:\n            self.automatic.paused = False\n",
         "        finally:\n            pass\n",
         (
@@ -793,7 +793,7 @@ SLIPS = (
     Slip(
         "notebook",
         "main_of_a_cell",
-        "rank/cells/run_cell.py",
+        "cells/rank/run_cell.py",
         '        if before is not None:\n            sys.modules["__main__"] = before\n',
         "        pass\n",
         ("contract/test_cells_on_ranks.py::test_names_go_to_and_fro",),
@@ -802,7 +802,7 @@ SLIPS = (
     Slip(
         "notebook",
         "magic_inside_a_cell",
-        "notebook/magics.py",
+        "cells/kernel/magics.py",
         "self.takes(lines) and not self.paused else",
         "self.takes(lines) else",
         (

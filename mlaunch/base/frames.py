@@ -11,9 +11,10 @@ _BOTTOM = tuple(os.path.join(_PACKAGE, "rank", f"{name}.py") for name in ("main"
 _BOTTOM += (os.path.join(_PACKAGE, "pytest", "body.py"),)  # what runs a test
 # What runs a function that is debugged.
 _BOTTOM += tuple(os.path.join(_PACKAGE, "rank", "debugging", f"{name}.py") for name in ("debugger", "ide"))
-_BOTTOM += (os.path.join(_PACKAGE, "rank", "cells", ""),)  # what runs a notebook's cell
+_CELLS = os.path.join(_PACKAGE, "cells", "rank", "")  # what runs a notebook's cell
+_BOTTOM += (_CELLS,)
 _LIBRARIES = (os.path.dirname(os.__file__) + os.sep, f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-_RANKS_OWN = tuple(os.path.join(_PACKAGE, name, "") for name in ("rank", "protocol", "pytest"))
+_RANKS_OWN = (*(os.path.join(_PACKAGE, name, "") for name in ("rank", "protocol", "pytest")), _CELLS)
 _DEBUGGER = os.path.join(_PACKAGE, "rank", "debugging", "")
 _CONTROL = os.path.join(_PACKAGE, "rank", "control.py")  # of a rank's thread that answers its agent
 RUNPY = "<frozen runpy>"

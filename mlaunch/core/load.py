@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.misuse import misuse
-from mlaunch.features import FEATURES, Feature, asked_for
+from mlaunch.features import FEATURES, asked_for
 
 if TYPE_CHECKING:
     from mlaunch.caller.launch.settle import Ended
@@ -39,7 +39,8 @@ class CallerParts:
         self._parts: dict[str, CallerPart] = {}
         try:
             for feature in asked_for(options):
-                self._parts[feature.name] = _room_of(feature, options, spell).part(options, spell)
+                asked = spell(feature.options[0], getattr(options, feature.options[0]))
+                self._parts[feature.name] = room(feature.name, "caller", asked).part(options, spell)
         except BaseException:
             self._close()
             raise
@@ -79,17 +80,17 @@ class CallerParts:
                 stack.callback(part.close)
 
 
-def _room_of(feature: Feature, options: object, spell: Spell) -> Any:
+def room(feature: str, process: str, asked: str) -> Any:
+    """Return a feature's module for a process. ``asked``: what was asked for, for the error where there is none."""
     try:
-        return _import(feature.name, "caller")
+        return _import(feature, process)
     except ModuleNotFoundError as error:
-        if error.name != f"mlaunch.{feature.name}":
+        if error.name != f"mlaunch.{feature}":
             raise
-        asked = spell(feature.options[0], getattr(options, feature.options[0]))
         raise misuse(
             ModuleNotFoundError(
-                f"{asked}: this installation of mlaunch lacks mlaunch/{feature.name}, which does it; install mlaunch "
-                f"again, or leave the option out",
+                f"{asked}: this installation of mlaunch lacks mlaunch/{feature}, which does it; install mlaunch "
+                f"again, or do without",
                 name=error.name,
             )
         ) from None

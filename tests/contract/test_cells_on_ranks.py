@@ -103,7 +103,7 @@ def test_the_latest_value_and_what_ends_a_program(ranks: Ranks) -> None:
 def test_a_name_that_cannot_be_looked_at_costs_the_table_nothing_else(ranks: Ranks) -> None:
     ranks.cell("class Bad:\n    def __getattr__(self, name): raise RuntimeError(name)\n"
                "bad = Bad()\nring = []\nring.append(ring)\nx = b'123'")  # fmt: skip
-    (names,) = {tuple(one.names.items()) for one in ranks.cell_names()}
+    (names,) = {tuple(one.names.items()) for one in ranks.cells.names()}
     assert dict(names) == {"bad": ("Bad", dict(names)["bad"][1]), "ring": ("list", 0), "x": ("bytes", 3)}
 
 

@@ -65,9 +65,12 @@ def test_ranks_stay_on_machines(ranks: Ranks) -> None:
 def test_names_of_a_rank_on_another_machine_complete(ranks: Ranks) -> None:
     ranks.push({"model": torch.ones(1)}, targets=[2])
     before = ranks.last
-    assert ranks.names_for_completion("names", "", "mod", 0) == []
-    assert ranks.names_for_completion("attributes", "model", "requires_grad", 2) == ["requires_grad", "requires_grad_"]
-    assert ranks.names_for_completion("names", "", "mod", 3) == []
+    assert ranks.cells.names_for_completion("names", "", "mod", 0) == []
+    assert ranks.cells.names_for_completion("attributes", "model", "requires_grad", 2) == [
+        "requires_grad",
+        "requires_grad_",
+    ]
+    assert ranks.cells.names_for_completion("names", "", "mod", 3) == []
     assert ranks.last is before
     assert ranks.run(total) == [3, 3, 3]
 

@@ -10,15 +10,15 @@ import pytest
 
 from mlaunch.base.exceptions import LaunchError
 from mlaunch.base.misuse import misuse
-from mlaunch.caller.cells.cell_job import CellJob
-from mlaunch.caller.cells.cell_result import CellResult
-from mlaunch.caller.cells.cell_source import cell_source
-from mlaunch.notebook.job_area import JobArea
-from mlaunch.notebook.magic_words import CellWords, LineWords, WordError, cell_words, line_words
-from mlaunch.notebook.table import table
-from mlaunch.notebook.told import told_in_cell, traceback_lines
-from mlaunch.protocol.messages.cell_messages import Bundle, CellAnswer, NamesOfRank
-from mlaunch.rank.cells.plain_shell import PlainShell
+from mlaunch.cells.caller.cell_job import CellJob
+from mlaunch.cells.caller.cell_result import CellResult
+from mlaunch.cells.caller.cell_source import cell_source
+from mlaunch.cells.kernel.job_area import JobArea
+from mlaunch.cells.kernel.magic_words import CellWords, LineWords, WordError, cell_words, line_words
+from mlaunch.cells.kernel.table import table
+from mlaunch.cells.kernel.told import told_in_cell, traceback_lines
+from mlaunch.cells.rank.plain_shell import PlainShell
+from mlaunch.cells.wire import Bundle, CellAnswer, NamesOfRank
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_cells_that_say_nothing(line: str, said: str) -> None:
 
 def test_plain_cells_go_to_the_ranks_until_told_otherwise() -> None:
     pytest.importorskip("IPython", reason="IPython is not installed (extra: test)")
-    from mlaunch.notebook.magics import Automatic
+    from mlaunch.cells.kernel.magics import Automatic
 
     automatic = Automatic()
     assert automatic(["x = 1\n"]) == ["x = 1\n"]

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from mlaunch.caller.cells.cell_job import CellJob
-from mlaunch.notebook.name_matcher import NoNames, RankNames, WordAtCursor, first_target, what_is_wanted
-from mlaunch.rank.cells import guarded_names, run_cell
-from mlaunch.rank.cells.guarded_names import find_names
+from mlaunch.cells.caller.cell_job import CellJob
+from mlaunch.cells.kernel.name_matcher import NoNames, RankNames, WordAtCursor, first_target, what_is_wanted
+from mlaunch.cells.rank import guarded_names, run_cell
+from mlaunch.cells.rank.guarded_names import find_names
 
 
 @pytest.mark.parametrize(

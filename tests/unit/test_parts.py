@@ -117,7 +117,7 @@ def test_a_feature_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(
         "mlaunch.features.FEATURES", (Feature("absent", ("seed",), lambda given: given["seed"] is not None),)
     )
-    words = "seed=3: this installation of mlaunch lacks mlaunch/absent, which does it; install mlaunch again, or leave"
+    words = "seed=3: this installation of mlaunch lacks mlaunch/absent, which does it; install mlaunch again, or do"
     with pytest.raises(ModuleNotFoundError, match=words):
         CallerParts(asked(seed=3))
 

@@ -16,7 +16,12 @@ from tests.conftest import ROOT
 # Values, surroundings, failures of all kinds, restarts, the deadline, Ctrl-C.
 CORE = [f"tests/contract/test_{name}.py" for name in ("calls", "failures", "output", "restarts")]
 SOME = "reduce or surroundings or env_option or closures or local or exit or last or ctrl_c or killed or shows_what"
-ASKS = {"leases": "lease=True", "profile": "profile='t'"}
+CALL = "mlaunch.launcher(print, 1, {})()"
+ASKS = {
+    "cells": ("cells on ranks", "mlaunch.Ranks(n_gpus=1).cell('1')"),
+    "leases": ("lease=True", CALL.format("lease=True")),
+    "profile": ("profile='t'", CALL.format("profile='t'")),
+}
 FLAGS = {"leases": "--lease", "profile": "--profile"}
 
 
@@ -52,10 +57,11 @@ def test_what_every_launch_has(without: tuple[str, Path]) -> None:
 
 def test_its_option_says_that_it_is_not_there(without: tuple[str, Path]) -> None:
     name, copy = without
-    done = python(copy, "-c", f"import mlaunch\nmlaunch.launcher(print, 1, {ASKS[name]})()")
+    asked, statement = ASKS[name]
+    done = python(copy, "-c", f"import mlaunch\n{statement}")
     assert done.stderr.splitlines()[-1] == (
-        f"ModuleNotFoundError: {ASKS[name]}: this installation of mlaunch lacks mlaunch/{name}, which does it; "
-        f"install mlaunch again, or leave the option out"
+        f"ModuleNotFoundError: {asked}: this installation of mlaunch lacks mlaunch/{name}, which does it; "
+        f"install mlaunch again, or do without"
     )
 
 
@@ -63,4 +69,4 @@ def test_the_command_is_there(without: tuple[str, Path]) -> None:
     name, copy = without
     done = python(copy, "-m", "mlaunch", "run", "--help")
     assert done.returncode == 0, done.stderr
-    assert FLAGS[name] not in done.stdout
+    assert FLAGS.get(name, "--cells") not in done.stdout

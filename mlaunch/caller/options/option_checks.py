@@ -99,8 +99,10 @@ def _check_inline(given: Mapping[str, Any]) -> None:
 def _check_features(given: Mapping[str, Any]) -> None:
     elsewhere = {"ranks": "these ranks were started without it", "keep": "these ranks stay"}
     for feature in FEATURES:
+        if not (feature.one_call and feature.asks(given)):
+            continue
         name = feature.options[0]
-        for other, why in elsewhere.items() if feature.one_call and feature.asks(given) else ():
+        for other, why in elsewhere.items():
             if given[other] is not None:
                 raise ValueError(f"{name}={given[name]!r} with {other}=: {why}; allowed: a call with ranks of its own")
 

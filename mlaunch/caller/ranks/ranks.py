@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mlaunch.base.misuse import hides_our_frames, misuse
-from mlaunch.caller.cells.cell_calls import RunsCells
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options, about
 from mlaunch.caller.ranks.held import Held
@@ -19,6 +19,7 @@ from mlaunch.caller.ranks.stop_call import ask_to_stop
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.report.user_frames import without_ours
 from mlaunch.caller.warn import warn_caller
+from mlaunch.core import load
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import Context
 from mlaunch.rank import reload
@@ -27,9 +28,11 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from mlaunch.caller.options.option_types import AllOptions
+    from mlaunch.cells.caller.cell_calls import Cells
+    from mlaunch.cells.caller.cell_result import CellResult
 
 
-class Ranks(RunsCells):
+class Ranks:
     """One process per device that stays between calls, inside one process group.
 
     What a call leaves in its ranks is there in the next one: modules, CUDA contexts, communicators, and what ``hold``
@@ -149,6 +152,64 @@ class Ranks(RunsCells):
             which = ", ".join(map(str, old))
             warn_caller(f"the held values {which} keep the classes of before the reload; hold them anew to change that")
         return sorted({name for names, _ in told for name in names})
+
+    # Cells
+
+    @functools.cached_property
+    def cells(self) -> Cells:
+        """What the magics of a notebook do with these ranks."""
+        found: Cells = load.room("cells", "caller", "cells on ranks").Cells(self._set)
+        return found
+
+    def cell(
+        self, source: str, *, targets: Sequence[int] | None = None, deadline: float | None = None, rich: str = "first"
+    ) -> CellResult:
+        """Runs source text on the ranks as a notebook's cell, in a namespace that they keep between cells.
+
+        Args:
+            source: Python; with IPython on the ranks also ``!commands`` and ``%magics``.
+            targets: The ranks on which it runs. None: all.
+            deadline: For this cell, in seconds. None: that of the ranks.
+            rich: Of whom figures and other rich output come back: the "first" of the targets, or "all".
+
+        Returns:
+            What is to be shown: the last expression, once where all ranks have the same, else by rank.
+
+        Raises:
+            SyntaxError: The text is none of these.
+            Exception: What a rank raised, as ``run`` raises it.
+        """
+        __tracebackhide__ = True
+        try:
+            return self.cells.cell(source, targets, deadline, rich)
+        except BaseException as error:
+            if not hides_our_frames(error):
+                raise
+            raise error.with_traceback(None) from error.__cause__
+
+    def pull(self, name: str, *, targets: Sequence[int] | None = None) -> list[Any]:
+        """Returns the values of a name that cells have left, in the order of ranks; of the targets, if given.
+
+        Raises:
+            NameError: Some of these ranks have no such name.
+        """
+        __tracebackhide__ = True
+        try:
+            return self.cells.pull(name, targets)
+        except BaseException as error:
+            if not hides_our_frames(error):
+                raise
+            raise error.with_traceback(None) from error.__cause__
+
+    def push(self, values: Mapping[str, Any], *, targets: Sequence[int] | None = None) -> None:
+        """Sets names in the namespace of the ranks' cells; of the targets, if given."""
+        __tracebackhide__ = True
+        try:
+            self.cells.push(values, targets)
+        except BaseException as error:
+            if not hides_our_frames(error):
+                raise
+            raise error.with_traceback(None) from error.__cause__
 
     # The ranks
 

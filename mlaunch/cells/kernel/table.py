@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mlaunch.base.text import in_bytes, ranges
-from mlaunch.protocol.messages.cell_messages import NamesOfRank
+from mlaunch.cells.wire import NamesOfRank
 
 _SHOWN = 12  # names
 _NO_NAMES = "cells have left no names there"

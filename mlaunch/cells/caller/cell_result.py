@@ -8,7 +8,7 @@ from typing import Any
 
 from mlaunch.base.text import name_ranks, ranges
 from mlaunch.caller.warn import warn_caller
-from mlaunch.protocol.messages.cell_messages import Bundle, CellAnswer
+from mlaunch.cells.wire import Bundle, CellAnswer
 
 
 class CellResult:

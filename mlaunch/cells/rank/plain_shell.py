@@ -8,8 +8,8 @@ import inspect
 import types
 from typing import Any
 
+from mlaunch.cells.wire import Bundle, CellAnswer
 from mlaunch.protocol import sources
-from mlaunch.protocol.messages.cell_messages import Bundle, CellAnswer
 
 _RICH = {"_repr_html_": "text/html", "_repr_svg_": "image/svg+xml", "_repr_markdown_": "text/markdown"}
 

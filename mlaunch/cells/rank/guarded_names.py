@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from mlaunch.base.frames import is_library
+from mlaunch.cells.rank.run_cell import main, rank
 from mlaunch.rank.by_looking import MISSING, in_classes, is_a, is_just, mro, names_of_class, own_names, registries
-from mlaunch.rank.cells.run_cell import main, rank
 
 _NO_VALUES = (types.ModuleType, types.FunctionType, type)
 _IPYTHONS = frozenset({"In", "Out", "exit", "quit", "get_ipython", "open"})

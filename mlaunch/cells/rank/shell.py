@@ -21,8 +21,8 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets import Type
 from traitlets.config import Config
 
+from mlaunch.cells.wire import Bundle, CellAnswer
 from mlaunch.protocol import sources
-from mlaunch.protocol.messages.cell_messages import Bundle, CellAnswer
 from mlaunch.rank.setup import rich_display
 
 

@@ -10,12 +10,12 @@ from concurrent.futures import CancelledError
 from typing import Any
 
 from mlaunch.base.text import in_seconds, last_bytes
-from mlaunch.caller.cells.cell_job import CellJob
 from mlaunch.caller.output.harmless import harmless
 from mlaunch.caller.report import notebook
-from mlaunch.notebook.told import traceback_lines
+from mlaunch.cells.caller.cell_job import CellJob
+from mlaunch.cells.kernel.told import traceback_lines
+from mlaunch.cells.wire import Bundle
 from mlaunch.protocol import rich_output
-from mlaunch.protocol.messages.cell_messages import Bundle
 
 _MOST = 64 * 1024  # bytes of output that it shows, of the end
 # A frontend draws each update anew, and would fall behind ranks that print in a loop.

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from mlaunch.base.frames import is_library
+from mlaunch.cells.rank.plain_shell import PlainShell
+from mlaunch.cells.wire import CellAnswer
 from mlaunch.protocol import this_rank
-from mlaunch.protocol.messages.cell_messages import CellAnswer
-from mlaunch.rank.cells.plain_shell import PlainShell
 from mlaunch.rank.whole import whole
 
 main = types.ModuleType("__main__")  # the cells'
@@ -75,7 +75,7 @@ def rank() -> int:
 def shell() -> CellRunner:
     """Returns what runs cells here: IPython, where it is installed."""
     try:
-        from mlaunch.rank.cells.shell import open_shell
+        from mlaunch.cells.rank.shell import open_shell
     except ModuleNotFoundError as error:
         # A package that IPython lacks is another matter than IPython that is not there: it should be told.
         if (error.name or "").partition(".")[0] not in {"IPython", "traitlets"}:

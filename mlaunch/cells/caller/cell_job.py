@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from typing import Any
 
-from mlaunch.caller.cells.cell_result import result_of
 from mlaunch.caller.ranks.kept_call import KeptCall, RanksFuture
 from mlaunch.caller.ranks.session import RanksLaunch
 from mlaunch.caller.ranks.stop_call import ask_to_stop
-from mlaunch.protocol.messages.cell_messages import CellAnswer
+from mlaunch.cells.caller.cell_result import result_of
+from mlaunch.cells.wire import CellAnswer
 
 
 class CellJob(RanksFuture):

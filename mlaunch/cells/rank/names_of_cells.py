@@ -8,9 +8,9 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlaunch.protocol.messages.cell_messages import NamesOfRank
+from mlaunch.cells.rank.run_cell import main, main_of_cells, rank, shell
+from mlaunch.cells.wire import NamesOfRank
 from mlaunch.rank.by_looking import is_a, size, type_name
-from mlaunch.rank.cells.run_cell import main, main_of_cells, rank, shell
 
 # What is imported or defined is in the cells to be seen; asked for is what takes memory.
 _HIDDEN = (types.ModuleType, types.FunctionType, type)

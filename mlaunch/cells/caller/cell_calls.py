@@ -1,84 +1,47 @@
-"""The calls of ``Ranks`` that run cells, in a namespace of the ranks' own."""
+"""Calls on ranks that stay which run cells, in a namespace of the ranks' own."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlaunch.base.misuse import hides_our_frames, misuse
+from mlaunch.base.misuse import misuse
 from mlaunch.base.text import name_ranks
-from mlaunch.caller.cells.cell_job import CellJob
-from mlaunch.caller.cells.cell_result import CellResult, result_of
-from mlaunch.caller.cells.cell_source import CellSource, cell_source
 from mlaunch.caller.ranks.idle_question import ask_idle
 from mlaunch.caller.ranks.rank_set import RankSet
+from mlaunch.cells.caller.cell_job import CellJob
+from mlaunch.cells.caller.cell_result import CellResult, result_of
+from mlaunch.cells.caller.cell_source import CellSource, cell_source
+from mlaunch.cells.rank import guarded_names, names_of_cells
+from mlaunch.cells.rank.run_cell import run_cell
+from mlaunch.cells.wire import NamesOfRank
 from mlaunch.protocol.calls import Call
-from mlaunch.protocol.messages.cell_messages import NamesOfRank
-from mlaunch.rank.cells import guarded_names, names_of_cells
-from mlaunch.rank.cells.run_cell import run_cell
 
 _RICH = ("first", "all")
 _PATIENCE = 0.5  # seconds for a completion, for which a person waits
 
 
-class RunsCells:
-    """What ``Ranks`` do for a notebook's magics, and for who has none."""
+class Cells:
+    """What a notebook's magics do with ranks, and ``Ranks`` for who has none."""
 
-    _set: RankSet
-    _opened = ""  # the launch whose ranks have opened their shells, or are about to
+    def __init__(self, ranks: RankSet) -> None:
+        self._set = ranks
+        self._opened = ""  # the launch whose ranks have opened their shells, or are about to
 
-    def cell(
-        self, source: str, *, targets: Sequence[int] | None = None, deadline: float | None = None, rich: str = "first"
-    ) -> CellResult:
-        """Runs source text on the ranks as a notebook's cell, in a namespace that they keep between cells.
+    def cell(self, source: str, targets: Sequence[int] | None, deadline: float | None, rich: str) -> CellResult:
+        """Run source text; see ``Ranks.cell``."""
+        return self.run_cell(cell_source(source), targets, deadline, rich)
 
-        Args:
-            source: Python; with IPython on the ranks also ``!commands`` and ``%magics``.
-            targets: The ranks on which it runs. None: all.
-            deadline: For this cell, in seconds. None: that of the ranks.
-            rich: Of whom figures and other rich output come back: the "first" of the targets, or "all".
+    def pull(self, name: str, targets: Sequence[int] | None) -> list[Any]:
+        """Return a name's values; see ``Ranks.pull``."""
+        found = self._ask(Call(names_of_cells.pull, ([name], self._checked(targets)), {}, name=f"pull of {name}"))
+        _check_name(name, found)
+        return [values[name] for values in found.values()]
 
-        Returns:
-            What is to be shown: the last expression, once where all ranks have the same, else by rank.
-
-        Raises:
-            SyntaxError: The text is none of these.
-            Exception: What a rank raised, as ``run`` raises it.
-        """
-        __tracebackhide__ = True
-        try:
-            return self.run_cell(cell_source(source), targets, deadline, rich)
-        except BaseException as error:
-            if not hides_our_frames(error):
-                raise
-            raise error.with_traceback(None) from error.__cause__
-
-    def pull(self, name: str, *, targets: Sequence[int] | None = None) -> list[Any]:
-        """Returns the values of a name that cells have left, in the order of ranks; of the targets, if given.
-
-        Raises:
-            NameError: Some of these ranks have no such name.
-        """
-        __tracebackhide__ = True
-        try:
-            found = self._ask(Call(names_of_cells.pull, ([name], self._checked(targets)), {}, name=f"pull of {name}"))
-            _check_name(name, found)
-            return [values[name] for values in found.values()]
-        except BaseException as error:
-            if not hides_our_frames(error):
-                raise
-            raise error.with_traceback(None) from error.__cause__
-
-    def push(self, values: Mapping[str, Any], *, targets: Sequence[int] | None = None) -> None:
-        """Sets names in the namespace of the ranks' cells; of the targets, if given."""
-        __tracebackhide__ = True
-        try:
-            name = f"push of {', '.join(values)}"
-            self._ask(Call(names_of_cells.push, (dict(values), self._checked(targets)), {}, name=name))
-        except BaseException as error:
-            if not hides_our_frames(error):
-                raise
-            raise error.with_traceback(None) from error.__cause__
+    def push(self, values: Mapping[str, Any], targets: Sequence[int] | None) -> None:
+        """Set names; see ``Ranks.push``."""
+        name = f"push of {', '.join(values)}"
+        self._ask(Call(names_of_cells.push, (dict(values), self._checked(targets)), {}, name=name))
 
     def open_shells(self) -> None:
         """Opens the shells in which cells run, so that the first cell need not."""
@@ -93,7 +56,7 @@ class RunsCells:
             self._set.submit(self._set.options, _open_shells())
             self._opened = self._set.session.launch_id
 
-    def cell_names(self) -> list[NamesOfRank]:
+    def names(self) -> list[NamesOfRank]:
         """Returns what cells have left on each rank."""
         return list(self._ask(Call(names_of_cells.describe_names, (), {}, name="%ranks")).values())
 

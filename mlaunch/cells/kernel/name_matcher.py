@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlaunch.base.log import log
-from mlaunch.caller.cells.cell_job import CellJob
-from mlaunch.notebook.magic_words import WordError, cell_words, flags_after, verb_of
+from mlaunch.cells.caller.cell_job import CellJob
+from mlaunch.cells.kernel.magic_words import WordError, cell_words, flags_after, verb_of
 
 _LINE = re.compile(r"\s*(?:\w+\s*=\s*)?%ranks(\s.*)")
 _NAME = r"[^\W\d]\w*"

@@ -9,16 +9,16 @@ from typing import Any
 from IPython.core.error import UsageError
 
 from mlaunch.base.text import name_ranks
-from mlaunch.caller.cells.cell_job import CellJob
-from mlaunch.caller.cells.cell_result import CellResult
-from mlaunch.caller.cells.cell_source import CellSource, cell_source
 from mlaunch.caller.output.harmless import harmless
 from mlaunch.caller.ranks.ranks import Ranks, check
-from mlaunch.notebook.job_area import JobArea
-from mlaunch.notebook.magic_words import CellWords, LineWords, WordError, cell_words, line_words
-from mlaunch.notebook.name_matcher import RankNames, install
-from mlaunch.notebook.table import table
-from mlaunch.notebook.told import show_syntax_errors, told_in_cell
+from mlaunch.cells.caller.cell_job import CellJob
+from mlaunch.cells.caller.cell_result import CellResult
+from mlaunch.cells.caller.cell_source import CellSource, cell_source
+from mlaunch.cells.kernel.job_area import JobArea
+from mlaunch.cells.kernel.magic_words import CellWords, LineWords, WordError, cell_words, line_words
+from mlaunch.cells.kernel.name_matcher import RankNames, install
+from mlaunch.cells.kernel.table import table
+from mlaunch.cells.kernel.told import show_syntax_errors, told_in_cell
 
 _MAGIC = re.compile(r"\s*(\w+\s*=\s*)?%{1,2}ranks\b")
 _HERE = re.compile(r"\s*%%ranks\s+--local\s*$")
@@ -88,7 +88,7 @@ class CellRanks:
     def _names(self, kind: str, source: str, prefix: str, rank: int) -> Sequence[str]:
         """Returns names of a rank for completion; of no rank, none."""
         ranks = self._ranks
-        return () if ranks is None or ranks.closed else ranks.names_for_completion(kind, source, prefix, rank)
+        return () if ranks is None or ranks.closed else ranks.cells.names_for_completion(kind, source, prefix, rank)
 
     def _names_here(self) -> Mapping[str, Any]:
         hidden = self._shell.user_ns_hidden
@@ -106,7 +106,7 @@ class CellRanks:
         if words.bg:
             self._begin_job(words, cell, ranks)
             return None
-        result = ranks.run_cell(cell, words.targets, words.deadline, words.rich)
+        result = ranks.cells.run_cell(cell, words.targets, words.deadline, words.rich)
         with harmless():
             result.show_displays()
         return None if result.is_empty else result
@@ -115,7 +115,7 @@ class CellRanks:
         job = CellJob(words.bg)
         area = JobArea(self._shell, job)
         job.sink = area.sink
-        ranks.submit_cell(job, cell, words.targets, words.deadline, words.rich)
+        ranks.cells.submit_cell(job, cell, words.targets, words.deadline, words.rich)
         # Once it is queued: a name that stands for no job would be worse than none.
         self._shell.user_ns[words.bg] = job
         area.open()
@@ -140,7 +140,7 @@ class CellRanks:
     def _print_table(self, _: LineWords) -> None:
         ranks = self._open
         is_idle = ranks.idle
-        told = ranks.cell_names() if is_idle else []
+        told = ranks.cells.names() if is_idle else []
         print(table(ranks.devices, "idle" if is_idle else "running", told))
 
     def _open_ranks(self, words: LineWords) -> None:
@@ -150,7 +150,7 @@ class CellRanks:
                                 f"ends these first, and what they hold is lost then")  # fmt: skip
         else:
             self._ranks, self._options = Ranks(**words.options), words.options
-            self._ranks.open_shells()
+            self._ranks.cells.open_shells()
         self._print_table(words)
 
     def _restart(self, words: LineWords) -> None:

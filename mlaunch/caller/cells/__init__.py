@@ -1,1 +1,0 @@
-"""Cells on ranks that stay, as their caller has them."""

@@ -1,0 +1,1 @@
+"""A notebook's cells on ranks that stay: ``%%ranks``, ``Ranks.cell``."""
