@@ -55,6 +55,7 @@ _PATIENCE = {
     "stacks": "agent.supervision.stopping.STACKS_TIMEOUT",  # for ranks that are stopped to say where they were
     "leaving": "agent.supervision.stopping._LEAVING_TIMEOUT",  # for released ranks to end
     "first look": "caller.output.display._FIRST_LOOK_DELAY",  # before a line of progress
+    "word of a wait": "caller.output.display.SILENCE",
     "merging": "caller.output.merging.WINDOW",  # for other ranks to say the same
     "end of an allocation": "engines.slurm_allocation._END_TIMEOUT",
     "machines' answers": "engines.launch.visitors_of_machines._PATIENCE",

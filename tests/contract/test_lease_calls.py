@@ -133,16 +133,17 @@ def test_devices_that_are_not_there_are_refused_before_anything_waits() -> None:
 
 
 def test_an_interrupt_of_a_call_that_waits_leaves_no_place_in_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process goes on. Meanwhile whoever holds a lease keeps systemd-tmpfiles from removing the directory."""
+    launches.be_patient(monkeypatch, "word of a wait", 0.01)
     caller, here = threading.Thread(target=lambda: _fails(tmp_path)), threading.get_ident()
     caller.start()
     wait_until(lambda: bool(list(tmp_path.glob("*.pid"))))
     agent = int(next(tmp_path.glob("*.pid")).stem)
 
     def press() -> None:
-        wait_until(lambda: bool(launches.leases()[1]))
+        wait_until(lambda: bool(launches.leases()[1]) and bool(caplog.messages))
         signal.pthread_kill(here, signal.SIGINT)
 
     presser = threading.Thread(target=press)

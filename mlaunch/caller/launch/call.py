@@ -130,7 +130,7 @@ class _Attempts:
             place = place_of(options)
             with StartingLine(name, place) as line:
                 ready = server.ready(number.time_left, line.show)
-                grant = acquired(self.parts, Grant(options, environ), server, name, line.tell_wait)
+                grant = acquired(self.parts, Grant(options, environ), server, name, line.tell_wait, line.silence)
             try:  # until the launch's processes hold what it was granted
                 spec = planned(grant, ThisMachine(ready, server.count_devices), name, number)
                 history.ready = time.monotonic()
@@ -151,16 +151,17 @@ class _Attempts:
 
 
 def acquired(
-    parts: CallerParts | None, grant: Grant, server: ForkServer, name: str, tell: Callable[[str], None]
-) -> Grant:
+    parts: CallerParts | None, grant: Grant, server: ForkServer, name: str, tell: Callable[[str], None],
+    silence: float = 0.0,
+) -> Grant:  # fmt: skip
     """Returns what an attempt may use: at once, or after a wait, of which ``tell`` gets the reasons.
 
-    Can be interrupted. To be given back once the attempt is started.
+    ``silence``: seconds for which it gets none. Can be interrupted. To be given back once the attempt is started.
     """
     if parts is None:
         return grant
     with contextlib.closing(parts.acquire(grant, server, name)) as steps:
-        told = ""
+        told, tell_at = "", time.monotonic() + silence
         while True:
             try:
                 wait = next(steps)
@@ -169,10 +170,13 @@ def acquired(
                 return granted
             if wait.row:  # which only a process with many calls has
                 continue
-            if wait.text != told:
+            left, timeout = tell_at - time.monotonic(), wait.timeout
+            if wait.text != told and left <= 0:
                 tell(wait.text)
                 told = wait.text
-            interrupts.wait_readable(wait.fds, wait.timeout)
+            elif wait.text != told:
+                timeout = left if timeout is None else min(left, timeout)
+            interrupts.wait_readable(wait.fds, timeout)
 
 
 def planned(

@@ -23,6 +23,7 @@ from mlaunch.caller.output.console import Console
 from mlaunch.caller.output.harmless import harmless
 from mlaunch.caller.report import notebook
 
+SILENCE = 2.0  # seconds of a wait that the log does not tell of
 _FIRST_LOOK_DELAY = 0.5  # seconds until the first look: a quick call shows nothing
 _PERIOD = 0.1  # seconds between two looks
 _NEW_LINE = "\r\x1b[2K"  # where the cursor is: what stands there was ours, if nobody has written since
@@ -296,6 +297,11 @@ class StartingLine:
     def show(self) -> None:
         """Shows that the call has begun, and what it waits for."""
         self.tell(f"{self._name}  starting: importing torch")
+
+    @property
+    def silence(self) -> float:
+        """Seconds before there is a word of a wait. The end of the call before is a short one, and no news in a log."""
+        return 0.0 if self._place is not None else SILENCE
 
     def tell_wait(self, text: str) -> None:
         """Shows for what the call waits; once, in the log, where no lines change: it may be for hours."""

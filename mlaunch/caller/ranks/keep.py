@@ -91,7 +91,8 @@ def _on_granted(options: Options, call: Call, name: str) -> Ended:
     environ, line = {**os.environ, **(options.env or {})}, StartingLine(name, place_of(options))
     with CallerParts(options) as parts:
         with line:
-            grant = acquired(parts, Grant(options, environ), warm_server.get(environ), name, line.tell_wait)
+            free, server = Grant(options, environ), warm_server.get(environ)
+            grant = acquired(parts, free, server, name, line.tell_wait, line.silence)
         try:
             own = grant.of_ranks_that_stay
             return on_shared(own, lambda ranks: ranks.call(own, call))
