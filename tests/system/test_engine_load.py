@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from operator import gt
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,8 @@ def test_many_calls_on_held_machines(slurm: Rig) -> None:
     caller.ask("hold")
     family = descendants(caller.process.pid)
     some, all_of_them = caller.ask("repeated held")["value"]
-    assert some == all_of_them
+    grown = [(early, late) for early, late in zip(some, all_of_them, strict=True) if any(map(gt, late, early))]
+    assert not grown  # fewer is a thread of an earlier call that has ended
     assert set(descendants(caller.process.pid)) == set(family)
     caller.ask("close")
     caller.close()
