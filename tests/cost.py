@@ -12,10 +12,11 @@ import resource
 from collections import defaultdict
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-PROPERTY = "cpu_seconds"
+PROPERTY, REASON = "cpu_seconds", "dear"
 DEAREST = 10
 DEAR = 5.0  # CPU seconds
 # Where a control group has its CPU time: of version 1, and, with no controller's name, of version 2.
@@ -69,6 +70,7 @@ class Cost:
         self._clock = CpuClock()
         self._started = 0.0
         self._spent: dict[str, float] = {}
+        self._reasons: dict[str, str] = {}
         config.add_cleanup(self._clock.close)
 
     def pytest_runtest_logstart(self) -> None:
@@ -76,17 +78,21 @@ class Cost:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
-        self, call: pytest.CallInfo[None]
+        self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Add a test's time to its last report, which goes to the process that shows it."""
         report = yield
         if call.when == "teardown":
             report.user_properties.append((PROPERTY, round(self._clock.seconds() - self._started, 3)))
+            if (mark := item.get_closest_marker("dear")) is not None:
+                report.user_properties.append((REASON, str(mark.args[0])))
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "teardown":
-            self._spent[report.nodeid] = sum(value for name, value in report.user_properties if name == PROPERTY)  # type: ignore[misc]
+            said: dict[str, Any] = dict(report.user_properties)
+            self._spent[report.nodeid] = said[PROPERTY]
+            self._reasons[report.nodeid] = said.get(REASON, "it does not say why")
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if not self._spent:
@@ -97,7 +103,7 @@ class Cost:
         terminalreporter.section(f"{sum(files.values()):.0f} CPU seconds")
         for name, seconds in sorted(files.items(), key=lambda item: -item[1])[:DEAREST]:
             terminalreporter.write_line(f"{seconds:7.1f}  {name}")
-        terminalreporter.write_line(f"Tests of more than {DEAR:.0f}:")
+        terminalreporter.write_line(f"Tests of more than {DEAR:.0f}, and why:")
         for name, seconds in sorted(self._spent.items(), key=lambda item: -item[1]):
             if seconds > DEAR:
-                terminalreporter.write_line(f"{seconds:7.1f}  {name}")
+                terminalreporter.write_line(f"{seconds:7.1f}  {name}: {self._reasons[name]}")
