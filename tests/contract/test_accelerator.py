@@ -281,6 +281,7 @@ def after_warm_up(folder: Path) -> str:
     return ""
 
 
+@pytest.mark.dear("a preload is tried in a fresh interpreter")
 @pytest.mark.slow
 def test_a_preload_that_wakes_the_driver_is_refused(caller: Runner, folder: Path, tmp_path: Path) -> None:
     write(tmp_path, WAKES, "wakes_a_driver.py")

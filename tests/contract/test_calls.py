@@ -456,6 +456,7 @@ def test_two_threads_get_their_own_results() -> None:
         assert [call.result(60) for call in calls] == [[10 * n, 10 * n + 1] for n in range(8)]
 
 
+@pytest.mark.dear("a rank that launches has a fork server of its own")
 @pytest.mark.slow
 def test_a_launch_inside_a_rank() -> None:
     def outer() -> list[int]:

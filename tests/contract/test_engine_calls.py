@@ -546,6 +546,7 @@ def test_ranks_do_not_take_themselves_for_the_task_that_has_started_their_member
     assert launcher(seen, 1, engine=engine, device_type="cpu")() == [["SLURM_JOB_ID"]]
 
 
+@pytest.mark.dear("members have fork servers of their own")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ssh", "words"),
@@ -728,6 +729,7 @@ def test_a_held_machine_that_falls_silent_is_replaced(engine: Threads, monkeypat
     assert len(engine.placements) == 2
 
 
+@pytest.mark.dear("members have fork servers of their own")
 @pytest.mark.slow
 def test_a_fork_server_that_is_killed_over_there() -> None:
     def work() -> None:

@@ -57,6 +57,7 @@ def times(x: float, y: int = 1, folder: Path | None = None) -> tuple[float, int,
     return float(total) * y, os.getpid(), os.environ["GROUP_RANK"]
 
 
+@pytest.mark.dear("several launches on several machines")
 def test_each_trial_has_machines_of_its_own(engine: Alike, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "1-goes-on").touch()
     (tmp_path / "2-goes-on").touch()

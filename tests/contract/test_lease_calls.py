@@ -86,6 +86,7 @@ def crossed(folder: Path, number: int) -> list[int]:
     return launcher(os.getpid, n_gpus=1, concurrent=2, join=False)()
 
 
+@pytest.mark.dear("ranks that launch have fork servers of their own")
 @pytest.mark.slow
 def test_two_launches_that_want_what_the_other_has_are_not_left_waiting(tmp_path: Path) -> None:
     """One is refused; it leaves its device to the other."""

@@ -415,6 +415,7 @@ HIDES_CURSOR = "\x1b[?25l"
 UP = "\x1b[1A"
 
 
+@pytest.mark.dear("a script on a terminal is a fresh interpreter")
 def test_the_lines_that_change(tmp_path: Path) -> None:
     """On a terminal: what the launch is doing, one bar that stands where the slowest rank is, and a rank's own bar.
 

@@ -22,7 +22,7 @@ from tests.contract.test_engine_calls import Threads
 from tests.processes import wait_until
 from tests.system.commands import run, write
 
-pytestmark = pytest.mark.usefixtures("the_next_call_works")
+pytestmark = [pytest.mark.usefixtures("the_next_call_works"), pytest.mark.dear("ranks import torch's profiler")]
 
 
 def train(steps: int = 6) -> int:

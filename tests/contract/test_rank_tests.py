@@ -258,6 +258,7 @@ def test_workers_of_xdist_lease_devices(tmp_path: Path) -> None:
     assert {len(report["properties"]["devices"]) for report in told.values() if report["properties"]} == {1, 2}
 
 
+@pytest.mark.dear("two workers of pytest-xdist, with ranks")
 @pytest.mark.slow
 @pytest.mark.skipif(not toy.is_possible(), reason="this torch takes no accelerator written in Python")
 def test_a_worker_of_xdist_gives_devices_back_between_tests(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ def test_what_passes_without_ranks_passes(found: tuple[Mapping[str, Any], str]) 
     assert sum(outcome == "passed" for outcome in told.values()) >= 25
 
 
+@pytest.mark.dear("it runs the suite whose reports this file reads")
 def test_what_cannot_be_is_named_with_what_to_do(found: tuple[Mapping[str, Any], str]) -> None:
     reports, _ = found
     for name, text in around_suite.FAIL.items():

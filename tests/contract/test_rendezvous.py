@@ -249,6 +249,7 @@ def test_ctrl_c_reaches_one_who_waits(server: Server, run_script: Any) -> None:
     assert done.stderr.rstrip().endswith("KeyboardInterrupt")
 
 
+@pytest.mark.dear("two interpreters import torch")
 def test_a_server_ends_with_its_process() -> None:
     code = (
         "import os, signal, mlaunch\n"

@@ -172,6 +172,7 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+@pytest.mark.dear("data loaders whose workers import torch")
 @pytest.mark.nightly("*-spawn")
 @pytest.mark.slow
 @pytest.mark.parametrize(

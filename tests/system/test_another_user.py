@@ -76,6 +76,7 @@ def test_a_sweep_reads_no_file_of_another_user(tmp_path: Path, monkeypatch: pyte
         launches.read_trials(planted)
 
 
+@pytest.mark.dear("members and their fork servers are fresh interpreters")
 @pytest.mark.slow
 def test_no_secret_of_an_engine_is_where_others_look(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Command lines are open to all, variables and files to more than who runs the launch, as to a batch system."""

@@ -12,7 +12,7 @@ import pytest
 from tests.processes import wait_gone
 from tests.system.test_notebooks import run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.dear("a kernel of Jupyter is a fresh interpreter, and has ranks")]
 LOAD = "%load_ext mlaunch\n%ranks 2 --device-type cpu"
 # In a process of its own: a client of kernels keeps sockets and threads.
 SESSION = """

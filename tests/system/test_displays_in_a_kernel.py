@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.kernels import Kernel
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.dear("a kernel of Jupyter is a fresh interpreter, and has ranks")]
 FIRST = """
 from mlaunch import Ranks, launcher
 from IPython.display import HTML, clear_output

@@ -29,7 +29,7 @@ from tests.system.engine_rigs import (
 )
 from tests.system.network import Namespaces, why_no_namespaces
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.dear("an engine's caller and its members are fresh interpreters")]
 SIZES = {"ssh": 5}  # ranks in all; its second machine says that it has three
 LIMIT = 60.0
 

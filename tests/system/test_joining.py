@@ -57,6 +57,7 @@ needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open M
 LAUNCHERS = [pytest.param(TORCHRUN, id="torchrun"), pytest.param(MPIRUN, id="mpirun", marks=needs_mpirun)]
 
 
+@pytest.mark.dear("torchrun starts fresh interpreters")
 @pytest.mark.nightly("mpirun")
 @pytest.mark.parametrize("command", LAUNCHERS)
 def test_join_from_env(command: list[str]) -> None:

@@ -25,7 +25,7 @@ from tests.processes import agents, children, descendants, listen, wait_gone, wa
 from tests.system.machines import PORT, launched
 from tests.system.network import Loopback, Namespaces, Network, why_no_namespaces
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.dear("each machine is a caller of its own, with its own fork server")]
 WHY_NOT = why_no_namespaces()
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.system.test_notebooks import run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.dear("a kernel of Jupyter is a fresh interpreter, and has ranks")]
 EXECUTE = """
 import json, sys, nbclient
 from nbformat import v4

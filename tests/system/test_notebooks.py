@@ -20,7 +20,7 @@ from tests.conftest import OURS, ROOT
 from tests.processes import wait_gone
 from tests.system.engine_rigs import MPIRUN
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.dear("a kernel of Jupyter is a fresh interpreter, and has ranks")]
 # In processes of their own: a client of kernels keeps sockets and threads.
 EXECUTE = """
 import sys, nbclient, nbformat

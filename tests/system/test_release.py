@@ -33,6 +33,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.dear("pip builds a wheel")
 def test_the_wheel_holds_the_package_alone(built: Path) -> None:
     (path,) = built.glob("*.whl")
     with zipfile.ZipFile(path) as wheel:

@@ -17,7 +17,7 @@ from tests.processes import agents, children, descendants, wait_gone
 from tests.system.commands import MLAUNCH, environment, run, start, write
 from tests.system.network import free_port
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.dear("each machine is a command of its own, with its own fork server")]
 PORT = str(free_port())
 MACHINES = ("--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", PORT)
 TRAIN = """

@@ -108,6 +108,7 @@ def zygote() -> Iterator[ZygoteState]:
     assert not alive(state.pid)
 
 
+@pytest.mark.dear("all kinds of callers, beside one kept server")
 def test_a_command_a_script_ranks_that_stay_and_tests_get_forks(zygote: ZygoteState, tmp_path: Path) -> None:
     done = run(tmp_path, "--nproc-per-node", "2", write(tmp_path, SAY), MLAUNCH_DEBUG="1")
     assert sorted(done.stdout.splitlines()) == ["0 2", "1 2"]
@@ -247,6 +248,7 @@ def test_a_kept_server_ends_by_itself_after_some_time() -> None:
     assert kept() == []
 
 
+@pytest.mark.dear("kept servers are fresh interpreters")
 def test_a_kept_server_ends_when_a_file_changes_that_it_has_imported(tmp_path: Path) -> None:
     library = tmp_path / "warm_library.py"
     library.write_text("version = 1")
@@ -294,6 +296,7 @@ def test_callers_that_a_kept_server_does_not_serve(tmp_path: Path) -> None:
     assert kept()[0].served == 0
 
 
+@pytest.mark.dear("a kept server is a fresh interpreter")
 def test_variables_of_the_shell_that_keeps_one(tmp_path: Path) -> None:
     """Modules may read them while they are imported, for who has the same; no other has them, and the token nobody."""
     write(tmp_path, "import os; found = [os.environ.get(n) for n in ('HF_HOME', 'MLAUNCH_TOKEN')]", "lib/reads.py")
@@ -320,6 +323,7 @@ def test_variables_of_the_shell_that_keeps_one(tmp_path: Path) -> None:
         launches.end_kept_servers()
 
 
+@pytest.mark.dear("a kept server is a fresh interpreter")
 def test_a_server_is_left_where_that_is_wanted(tmp_path: Path) -> None:
     try:
         assert run(tmp_path, write(tmp_path, SAY), MLAUNCH_WARM="20m").stdout == "0 1\n"
@@ -333,6 +337,7 @@ def test_a_server_is_left_where_that_is_wanted(tmp_path: Path) -> None:
     assert "mlaunch run: MLAUNCH_WARM=soon: allowed: a time with its unit, such as 90s, 30m, 8h or 2d" in done.stderr
 
 
+@pytest.mark.dear("a kept server is a fresh interpreter")
 def test_preloaded_modules(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """What leaves nothing behind; a second start with more is refused."""
     (tmp_path / "threads.py").write_text("import threading; threading.Thread(target=threading.Event().wait).start()")
