@@ -58,6 +58,8 @@ def test_what_every_launch_has(without: tuple[str, Path]) -> None:
 def test_its_option_says_that_it_is_not_there(without: tuple[str, Path]) -> None:
     name, copy = without
     asked, statement = ASKS[name]
+    if "Ranks" in statement:
+        pytest.importorskip("torch", reason="the ranks come before what is asked of them")
     done = python(copy, "-c", f"import mlaunch\n{statement}")
     assert done.stderr.splitlines()[-1] == (
         f"ModuleNotFoundError: {asked}: this installation of mlaunch lacks mlaunch/{name}, which does it; "
