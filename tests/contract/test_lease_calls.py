@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
@@ -18,8 +19,11 @@ from tests.processes import wait_gone, wait_until
 
 def held(pid: int | str = "self") -> list[str]:
     """Returns the devices that a process holds."""
-    links = [Path(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
-    return [os.path.basename(os.readlink(link)) for link in links if link.exists() and "device." in os.readlink(link)]
+    found = []
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+            found.append(os.path.basename(os.readlink(f"/proc/{pid}/fd/{fd}")))
+    return [name for name in found if name.startswith("device.")]
 
 
 def one_at_a_time(folder: Path) -> str:
