@@ -19,6 +19,7 @@ from mlaunch.caller.watch_rows import ID_SHOWN, place_of_rank, title_of
 from mlaunch.caller.watching import EVERY, watch_all
 from mlaunch.caller.why_text import sentence
 from mlaunch.cli import warm_command
+from mlaunch.core import load
 from mlaunch.protocol import registry
 from mlaunch.protocol.visitors import ALL_STACKS, END, STACKS, STATUS, STOP, WHY
 
@@ -97,12 +98,9 @@ def _ps(args: argparse.Namespace) -> int:
 
 def _leases() -> tuple[list[str], str]:
     """Returns a line for each lease and each wait, and why that cannot be told; "" if it can."""
+    found = load.commands().get("leases")
     try:
-        from mlaunch.leases.command import rows
-
-        return rows(os.environ), ""
-    except ModuleNotFoundError:  # this installation has no leases
-        return [], ""
+        return ([] if found is None else found.rows(os.environ)), ""
     except OSError as error:
         return [], str(error)
 

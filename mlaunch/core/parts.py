@@ -5,10 +5,11 @@ A feature is a folder, ``mlaunch/profile``, with a file for each of these proces
 
     caller.py   part(options, spell) -> CallerPart      rank.py     part(section, rank) -> RankPart
     member.py   part(section) -> MachinePart            command.py  GROUP, add(group), options_of(args)
-    wire.py     what these send each other
+    kernel.py   in a notebook's kernel                  wire.py     what these send each other
 
 ``core/load.py`` imports a file only where a launch has asked for the feature, and calls its ``part``. What the caller's
-part has for the other processes is its ``section``: the launch's spec carries it to them.
+part has for the other processes is its ``section``: the launch's spec carries it to them. A feature that methods ask
+for, and no option (``cells``), has no ``part``: they take its module from ``core/load.py``.
 """
 
 from __future__ import annotations
@@ -73,8 +74,9 @@ class Delay:
 
 
 class CallerPart:
-    """A feature's part of one call, in the process that calls: made before the call's first attempt, which it refuses
-    by an OSError or ValueError.
+    """A feature's part of one call, in the process that calls.
+
+    Made before the call's first attempt, which it refuses by an OSError or ValueError.
 
     Attributes:
         section: What the call's other processes get, pickled; None: nothing, and they have no part.
@@ -104,7 +106,7 @@ class CallerPart:
 
 
 class RankPart:
-    """A feature's part of one rank, made once the rank has joined the others."""
+    """A feature's part of one rank, made when its function or script is about to run."""
 
     def around_call(self) -> contextlib.AbstractContextManager[None]:
         """Return what to hold while the function or script runs. ``profile=`` records its steps."""
@@ -112,8 +114,9 @@ class RankPart:
 
 
 class MachinePart:
-    """A feature's part of a launch on one machine of an engine, made before the launch starts there, which it refuses
-    by an OSError.
+    """A feature's part of a launch on one machine of an engine.
+
+    Made before the launch starts there, which it refuses by an OSError.
 
     Attributes:
         section: What the ranks of this machine get in place of the caller's section.

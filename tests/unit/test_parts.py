@@ -140,5 +140,47 @@ def test_parts_of_ranks_surround_the_function(capfd: pytest.CaptureFixture[str])
     def run() -> None:
         print("run", flush=True)
 
-    launcher(run, 1, seed=1, start_method="fork", output="raw")()
+    with pytest.warns(RuntimeWarning, match="first settled"):
+        launcher(run, 1, seed=1, start_method="fork", output="raw")()
     assert "begin first of rank 0\nrun\nend first of rank 0\n" in capfd.readouterr().out
+
+
+class Around:
+    """Holds what is to be seen of it. ``fails``: as it is entered."""
+
+    def __init__(self, said: list[str], *, fails: bool = False) -> None:
+        self._said, self._fails = said, fails
+
+    def around_call(self) -> Around:
+        return self
+
+    def __enter__(self) -> None:
+        if self._fails:
+            raise OSError("no room")
+        self._said.append("entered")
+
+    def __exit__(self, *_: object) -> None:
+        self._said.append("left")
+
+
+def test_what_surrounds_a_function_is_left_if_another_part_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    rooms = {"first": Around(said), "second": Around(said, fails=True)}
+    monkeypatch.setattr(load, "_import", lambda name, _: SimpleNamespace(part=lambda *_: rooms[name]))
+    with pytest.raises(OSError, match="no room"):
+        load.around_call(SimpleNamespace(sections=dict.fromkeys(rooms), rank=int), 0)  # type: ignore[arg-type]
+    assert said == ["entered", "left"]
+
+
+def test_a_command_that_lacks_a_library_is_no_feature_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lack(name: str) -> Any:
+        def find(feature: str, _process: str) -> Any:
+            raise ModuleNotFoundError(name=name.format(feature))
+
+        return find
+
+    monkeypatch.setattr(load, "_import", lack("mlaunch.{}"))
+    assert load.commands() == {}
+    monkeypatch.setattr(load, "_import", lack("rich"))
+    with pytest.raises(ModuleNotFoundError):
+        load.commands()

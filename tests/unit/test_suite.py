@@ -40,3 +40,20 @@ def test_the_time_of_what_a_test_starts_is_its_cost() -> None:
         return str(spent >= 0.3)
 
     assert said_in_fork(spend) == "True"
+
+
+ENDS = """
+import atexit, sys
+atexit.register(lambda: print("handler"))
+sys.stdout.write("text ")
+"""
+
+
+@pytest.mark.parametrize(("end", "status"), [("", 0), ("sys.exit(3)", 3), ("sys.exit('why')", 1), ("1 / 0", 1)])
+def test_a_fork_of_the_tests_ends_as_an_interpreter_does(run_script: Any, end: str, status: int) -> None:
+    """Though it takes no modules apart: see ``tests/ending.py``."""
+    pytest.importorskip("torch", reason="without it no forks are lent")
+    done = run_script(ENDS + end)
+    assert (done.returncode, done.stdout) == (status, "text handler\n")
+    last = {"1 / 0": "ZeroDivisionError: division by zero", "sys.exit('why')": "why"}.get(end, "")
+    assert done.stderr.splitlines()[-1:] == ([last] if last else [])

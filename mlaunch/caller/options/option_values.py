@@ -177,6 +177,15 @@ class Signals:
         signals.numbers_of(f"{name}={value!r}", value)
 
 
+def _numbers(name: str, value: object, allowed: str) -> Sequence[int]:
+    """Return a value that is a sequence of whole numbers from 0. TypeError and ValueError for what is not."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise TypeError(f"{name}={value!r}: allowed: {allowed}")
+    for number in value:
+        Whole(0).check(name, number)
+    return value
+
+
 class Devices:
     """Numbers of devices, each once, or None."""
 
@@ -186,11 +195,8 @@ class Devices:
     def check(self, name: str, value: object) -> None:
         if value is None:
             return
-        if isinstance(value, str) or not isinstance(value, Sequence):
-            how_many = f"; for {value} ranks: n_gpus={value}" if isinstance(value, int) and value > 0 else ""
-            raise TypeError(f"{name}={value!r}: allowed: a list of device numbers{how_many}")
-        for device in value:
-            Whole(0).check(name, device)
+        how_many = f"; for {value} ranks: n_gpus={value}" if isinstance(value, int) and value > 0 else ""
+        value = _numbers(name, value, f"a list of device numbers{how_many}")
         if not value or len(set(value)) != len(value):
             raise ValueError(f"{name}={list(value)}: allowed: at least one device, each once")
 
@@ -243,10 +249,7 @@ class FromTo:
         return "two numbers of steps, from 0: the first one and the one after the last, (5, 8)"
 
     def check(self, name: str, value: object) -> None:
-        if isinstance(value, str) or not isinstance(value, Sequence):
-            raise TypeError(f"{name}={value!r}: allowed: {self}")
-        for number in value:
-            Whole(0).check(name, number)
+        value = _numbers(name, value, str(self))
         if len(value) != 2 or not value[0] < value[1]:
             raise ValueError(f"{name}={value!r}: allowed: {self}")
 
@@ -262,10 +265,7 @@ class SomeRanks:
     def check(self, name: str, value: object) -> None:
         if value is None:
             return
-        if isinstance(value, str) or not isinstance(value, Sequence):
-            raise TypeError(f"{name}={value!r}: allowed: {self}")
-        for number in value:
-            Whole(0).check(name, number)
+        value = _numbers(name, value, str(self))
         if not value or len(set(value)) != len(value):
             raise ValueError(f"{name}={list(value)}: allowed: at least one rank, each once")
 
