@@ -33,6 +33,17 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(error, f"prctl({option}, {value}): {os.strerror(error)}")
 
 
+def is_below(pid: int, ancestor: int) -> bool:
+    """True if the process is this one, or one that it has started, at any depth."""
+    while pid > 1 and pid != ancestor:
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:  # it has ended
+            return False
+        pid = int(stat.rpartition(")")[2].split()[1])
+    return pid == ancestor
+
+
 def die_with(parent: int) -> None:
     """Asks the kernel to SIGKILL this process when the thread of ``parent`` that forked it ends.
 

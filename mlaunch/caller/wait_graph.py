@@ -110,6 +110,11 @@ def why(views: Sequence[RankView]) -> str:
     return _sentence({rank: _surely(view) for rank, view in known.items()})[0]
 
 
+def waited_for(views: Sequence[RankView]) -> list[int]:
+    """Return the ranks that others wait for, and that wait for nobody; none where ranks wait for each other."""
+    return sorted(_roots(*_ways({view.rank: view for view in views})))
+
+
 def _surely(view: RankView) -> RankView:
     waits = tuple(wait for wait in view.waits if wait.is_known)
     return dataclasses.replace(view, waits=waits, is_free=view.is_free or not waits)
@@ -117,17 +122,29 @@ def _surely(view: RankView) -> RankView:
 
 def _sentence(known: Known) -> tuple[str, bool]:
     """Says it; False if it says that ranks wait for each other, of which one only seems to wait."""
-    edges = [edge for view in known.values() for wait in view.waits for edge in _edges(view, wait, known)]
+    edges, known = _ways(known)
     ahead = {edge.rank for edge in edges}
-    known = {rank: view if view.is_free is not None else dataclasses.replace(view, is_free=rank not in ahead)
-             for rank, view in known.items()}  # fmt: skip
-    roots = {edge.other for edge in edges if known[edge.other].is_free}
-    told = _blame(roots, edges, known)
+    told = _blame(_roots(edges, known), edges, known)
     circle = [] if told else _circle(edges)
     if circle:
         return _crossed(circle, edges, known), all(edge.wait.is_known for edge in circle)
     told = told or _complete(ahead, edges, known)
     return "; ".join(told[:_MOST]) or _nobody(known), True
+
+
+def _ways(known: Known) -> tuple[list[_Edge], dict[int, RankView]]:
+    """Return who waits for whom, and the ranks with ``is_free`` decided."""
+    edges = [edge for view in known.values() for wait in view.waits for edge in _edges(view, wait, known)]
+    ahead = {edge.rank for edge in edges}
+    return edges, {
+        rank: view if view.is_free is not None else dataclasses.replace(view, is_free=rank not in ahead)
+        for rank, view in known.items()
+    }
+
+
+def _roots(edges: Sequence[_Edge], known: Known) -> set[int]:
+    """Return the ranks that others wait for, and that wait for nobody."""
+    return {edge.other for edge in edges if known[edge.other].is_free}
 
 
 def _nobody(known: Known) -> str:

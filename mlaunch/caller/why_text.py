@@ -12,7 +12,7 @@ from typing import Any
 from mlaunch.base.frames import is_library, module_of
 from mlaunch.base.text import name_some_ranks, shown
 from mlaunch.caller.report.failure_text import in_phase, in_words, operation_of, users_place
-from mlaunch.caller.wait_graph import RankView, WaitView, why
+from mlaunch.caller.wait_graph import RankView, WaitView, waited_for, why
 from mlaunch.protocol.messages.launch_messages import Operations, Phase, RankStacks
 from mlaunch.protocol.stack_dump import STATES, main_frames
 
@@ -43,6 +43,11 @@ def sentence(ranks: Iterable[Mapping[str, Any]]) -> str:
     told = [f"{name_some_ranks(those)} {'is' if len(those) == 1 else 'are'} {doing}" for doing, those in found.items()]
     done = "all ranks have returned, and " if all(view.returned for view in views) else ""
     return done + "; ".join(told[:_MOST_TOLD])
+
+
+def blamed(ranks: Iterable[Mapping[str, Any]]) -> list[int]:
+    """Return the ranks that hold up the others, by what they have told."""
+    return waited_for([view_of(rank) for rank in ranks])
 
 
 def has_returned(rank: Mapping[str, Any]) -> bool:

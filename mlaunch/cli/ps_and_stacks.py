@@ -11,7 +11,9 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mlaunch.base import linux
 from mlaunch.base.text import columns, filled, name_some_ranks, shown
+from mlaunch.caller.report import as_data
 from mlaunch.caller.report.stacks_of_ranks import grouped
 from mlaunch.caller.running_launches import ask, whole
 from mlaunch.caller.server import zygote_upkeep
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 _MOST_ROWS = 16  # of ranks that ps shows each by itself
 _WATCH = "a table on the terminal that is drawn anew every second, or as often as this says; Ctrl-C ends it"
+_CALLER = "only launches that this process has called, or one that it has started"
 _ALL_THREADS = "every thread of every rank, not grouped; a rank whose other threads run Python meanwhile may die of it"
 _WHY = """\
 Says in one sentence which rank the others wait for, and what it does instead, then where each rank is. The ranks go on
@@ -46,6 +49,7 @@ def add_commands(commands: Commands) -> None:
         "ps", help="list this user's running launches", description="Lists this user's running launches, newest first."
     )
     ps.add_argument("--json", action="store_true", help="one JSON list, with the command line and directory of each")
+    ps.add_argument("--caller", type=_pid, metavar="PID", help=_CALLER)
     ps.add_argument("--watch", nargs="?", type=_period, const=EVERY, metavar="SECONDS", help=_WATCH)
     ps.set_defaults(run=_ps)
     stacks = commands.add_parser(
@@ -53,23 +57,36 @@ def add_commands(commands: Commands) -> None:
         help="show where the ranks of a running launch are",
         description="Shows the Python stacks of a running launch, equal ones once. The ranks go on meanwhile.",
     )
-    stacks.add_argument("id", nargs="?", default="", metavar="ID", help="as ps shows it, or its start (default: all)")
+    _add_choice(stacks, "all")
     stacks.add_argument("--all-threads", action="store_true", help=_ALL_THREADS)
     stacks.set_defaults(run=_stacks)
     why = commands.add_parser("why", help="say which rank of a running launch holds up the others", description=_WHY)
-    why.add_argument("id", nargs="?", default="", metavar="ID", help="as ps shows it, or its start (default: all)")
+    _add_choice(why, "all")
     why.set_defaults(run=_why)
     stop = commands.add_parser("stop", help="end a running launch", description=_STOP)
-    shown = "as ps shows it, or its start (default: the one)"
-    stop.add_argument("id", nargs="?", type=_id, default=None, metavar="ID", help=shown)
+    _add_choice(stop, "the one")
     stop.add_argument("--now", action="store_true", help="end it at once, whatever its ranks do")
     stop.set_defaults(run=_stop)
+
+
+def _add_choice(command: argparse.ArgumentParser, default: str) -> None:
+    """Add what chooses launches; without it the command takes ``default``."""
+    what = f"as ps shows it, or its start (default: {default})"
+    command.add_argument("id", nargs="?", type=_id, metavar="ID", help=what)
+    command.add_argument("--caller", type=_pid, metavar="PID", help=_CALLER)
+    command.add_argument("--json", action="store_true", help="for programs; docs/schema.json has the fields")
 
 
 def _id(text: str) -> str:
     if text:
         return text
     raise argparse.ArgumentTypeError("'' is no ID (a shell variable that is not set?); allowed: an ID, or none")
+
+
+def _pid(text: str) -> int:
+    if text.isdecimal() and int(text):
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text}: allowed: the number of a process")
 
 
 def _period(text: str) -> float:
@@ -82,9 +99,9 @@ def _period(text: str) -> float:
 def _ps(args: argparse.Namespace) -> int:
     if args.watch is not None:
         return _watch(args.watch)
-    launches = sorted(ask(STATUS), key=lambda launch: float(launch["age"]))
+    launches = sorted(_of_caller(ask(STATUS), args.caller), key=lambda launch: float(launch["age"]))
     if args.json:
-        print(json.dumps(launches, indent=2))
+        _print_json([as_data.running(launch) for launch in launches])
     else:
         leases, trouble = _leases()
         kept = [warm_command.row(state) for state in zygote_upkeep.states(os.environ)]
@@ -117,44 +134,72 @@ def _watch(every: float) -> int:
 
 
 def _why(args: argparse.Namespace) -> int:
-    told = [
-        f"{title_of(launch)}\n  {sentence(launch['ranks'])}\n{grouped(launch['ranks'])}"
-        for launch in whole(_asked(WHY, args.id))
-    ]
-    print("\n\n".join(told))
+    launches = whole(_asked(WHY, args))
+    if args.json:
+        _print_json([as_data.with_reason(launch) for launch in launches])
+        return 0
+    told = [f"{title_of(launch)}\n  {sentence(launch['ranks'])}\n{grouped(launch['ranks'])}" for launch in launches]
+    print("\n\n".join(told) or _nothing())
     return 0
 
 
-def _asked(word: bytes, start: str) -> list[dict[str, Any]]:
-    """Says what they answer; LookupError if there is none."""
-    launches = ask(word, start)
-    if not launches:
+def _asked(word: bytes, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return what the chosen launches answer; LookupError if none has the ID that was given."""
+    launches = [launch for start in _starts(args) for launch in ask(word, start)]
+    if args.id and not launches:
         others = dict.fromkeys(launch["id"][:ID_SHOWN] for launch in ask(STATUS))  # parts of one have its ID
         running = f"running: {', '.join(others)}" if others else _nothing()
-        raise LookupError(f"no running launch has an ID that starts with {start!r}; {running}" if start else running)
+        raise LookupError(f"no running launch has an ID that starts with {args.id!r}; {running}")
     return launches
 
 
+def _starts(args: argparse.Namespace) -> list[str]:
+    """Return the starts of the chosen launches' IDs: only these are asked for more."""
+    if args.caller is None:
+        return [args.id or ""]
+    return list(dict.fromkeys(launch["id"] for launch in _of_caller(ask(STATUS, args.id or ""), args.caller)))
+
+
+def _of_caller(launches: list[dict[str, Any]], caller: int | None) -> list[dict[str, Any]]:
+    """Return those that this process, or one that it has started, has called; None: all."""
+    return [launch for launch in launches if caller is None or linux.is_below(launch["caller"], caller)]
+
+
+def _print_json(found: object) -> None:
+    print(json.dumps(found, indent=2))
+
+
 def _stacks(args: argparse.Namespace) -> int:
-    launches = _asked(ALL_STACKS if args.all_threads else STACKS, args.id)
+    launches = _asked(ALL_STACKS if args.all_threads else STACKS, args)
+    if args.json:
+        _print_json([as_data.with_stacks(launch, all_threads=args.all_threads) for launch in launches])
+        return 0
     show = _every_thread if args.all_threads else grouped
-    print("\n\n".join(f"{title_of(launch)}\n{show(launch['ranks'])}" for launch in launches))
+    print("\n\n".join(f"{title_of(launch)}\n{show(launch['ranks'])}" for launch in launches) or _nothing())
     return 0
 
 
 def _stop(args: argparse.Namespace) -> int:
     start = args.id or ""
-    found = ask(STATUS, start)
+    found = _of_caller(ask(STATUS, start), args.caller)
     ids = {launch["id"] for launch in found}  # the parts of one launch that are on this machine have the same
     if len(ids) != 1:
-        raise LookupError(which(start, found, "stop"))
-    for launch in found:
+        raise LookupError(_none_of(args.caller) if args.caller and not found else which(start, found, "stop"))
+    for launch in () if args.json else found:
         print(f"{'ending' if args.now else 'stopping'} {title_of(launch)}", flush=True)
     told = ask(END if args.now else STOP, *ids, patient=True)
     if refused := [answer["refused"] for answer in told if "refused" in answer]:
         raise LookupError(refused[0])
-    print("ended" if args.now else "stopped")
+    if args.json:
+        _print_json([{**as_data.running(launch), "asked": "end" if args.now else "stop"} for launch in found])
+    else:
+        print("ended" if args.now else "stopped")
     return 0
+
+
+def _none_of(caller: int) -> str:
+    ids = ", ".join(f"{launch['id'][:ID_SHOWN]} (pid {launch['caller']})" for launch in ask(STATUS))
+    return f"no launch runs here that process {caller} has called; " + (f"running: {ids}" if ids else _nothing())
 
 
 def which(start: str, found: Sequence[Mapping[str, Any]], command: str) -> str:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.durations import duration
 from mlaunch.base.exceptions import LaunchError
+from mlaunch.base.schema import VERSION
 from mlaunch.base.text import in_bytes, in_two_units, shown
 from mlaunch.caller.server import zygote_upkeep
 from mlaunch.caller.server.onlookers import onlooker
@@ -37,14 +39,14 @@ def add_command(commands: Commands) -> None:
     instead = warm.add_mutually_exclusive_group()
     instead.add_argument("--status", action="store_true", help="show what is kept, and whether it would serve here")
     instead.add_argument("--stop", action="store_true", help="end all that is kept; what runs goes on")
+    warm.add_argument("--json", action="store_true", help="with --status, for programs: one JSON list")
     warm.set_defaults(run=_warm, refuse=warm.error)
 
 
 def _warm(args: argparse.Namespace) -> int:
-    if (args.status or args.stop) and (args.seconds or args.preload):
-        args.refuse("--for and --preload go with neither --status nor --stop")
+    _check(args)
     if args.status:
-        return _status()
+        return _status(as_json=args.json)
     if args.stop:
         return _stop()
     try:
@@ -76,6 +78,13 @@ def _warm(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check(args: argparse.Namespace) -> None:
+    if (args.status or args.stop) and (args.seconds or args.preload):
+        args.refuse("--for and --preload go with neither --status nor --stop")
+    if args.json and not args.status:
+        args.refuse("--json goes with --status")
+
+
 def _is_name(text: str) -> bool:
     return all(part.isidentifier() for part in text.split("."))
 
@@ -86,40 +95,54 @@ def _stop() -> int:
     return 0
 
 
-def _status() -> int:
+def _status(*, as_json: bool) -> int:
     found = zygote_upkeep.states(os.environ, facts=True)
     here = zygote_upkeep.facts_of(os.environ)
+    if as_json:
+        print(json.dumps([_as_data(here, state) for state in found], indent=2))
+        return 0
     blocks = [[row(state), *(f"  {line}" for line in [*_verdict(here, state), *state.notes])] for state in found]
     print("\n\n".join("\n".join(lines) for lines in blocks) or "no fork server is kept here")
     return 0
 
 
+def _as_data(here: import_facts.Facts, state: ZygoteState) -> dict[str, Any]:
+    names = ("pid", "preload", "idle", "left", "serving", "served", "age", "notes")
+    known = {name: getattr(state, name) for name in names}
+    return {"schema": VERSION, **known, "memory": _memory(state.pid), "why_not": _why_not(here, state)}
+
+
 def row(state: ZygoteState) -> str:
     """Says in a line what is kept."""
+    memory = _memory(state.pid)
     left = f"serves {state.serving} now" if state.serving else f"ends in {in_two_units(state.left)}"
     return (
         f"a fork server (pid {state.pid}) with {_imports(state)}, {in_two_units(state.age)} old: {left}, "
-        f"has served {state.served}{_memory(state.pid)}"
+        f"has served {state.served}{f', {in_bytes(memory)} of memory' if memory else ''}"
     )
 
 
 def _verdict(here: import_facts.Facts, state: ZygoteState) -> list[str]:
+    return _why_not(here, state) or ["serves all that start here"]
+
+
+def _why_not(here: import_facts.Facts, state: ZygoteState) -> list[str]:
+    """Says in lines why it serves none that start here; none if it does."""
     if watching := onlooker():
         return [f"serves nothing here: {watching} would not see its forks"]
-    found = import_facts.differences(here, state.facts)
-    if found:
+    if found := import_facts.differences(here, state.facts):
         return ["serves none that start here, since these differ:", *found]
-    return [f"serves none that start here: {state.refusal}" if state.refusal else "serves all that start here"]
+    return [f"serves none that start here: {state.refusal}"] if state.refusal else []
 
 
 def _imports(state: ZygoteState) -> str:
     return ", ".join(["torch", *shown([*state.preload])])
 
 
-def _memory(pid: int) -> str:
-    """Says how much of the machine's memory it has, with its share of what others have as well."""
+def _memory(pid: int) -> int:
+    """Returns its bytes of the machine's memory, with its share of what others have as well; 0: not known."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines():
             if line.startswith("Pss:"):
-                return f", {in_bytes(int(line.split()[1]) * 1024)} of memory"
-    return ""
+                return int(line.split()[1]) * 1024
+    return 0

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests import launches
+from tests import launches, schema
 
 
 @pytest.mark.slow
@@ -29,6 +29,9 @@ def test_a_healthy_machine(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert "two ranks on CPUs: " in told
     assert launches.command("doctor", "--json") == 0
-    states = [finding["state"] for finding in json.loads(capsys.readouterr().out)]
+    findings = json.loads(capsys.readouterr().out)
+    for finding in findings:
+        schema.check(finding, "finding")
+    states = [finding["state"] for finding in findings]
     assert len(states) == len(names)
     assert set(states) <= {"ok", "note"}

@@ -20,7 +20,7 @@ import pytest
 import torch.distributed as dist
 
 from mlaunch import LaunchError, Ranks, RanksLost, launcher
-from tests import builds, launches
+from tests import builds, launches, schema
 from tests.conftest import ROOT
 from tests.users import users_environ
 
@@ -93,6 +93,7 @@ def test_ps_lists_what_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
             os.kill(int(pid), 0)
         assert launches.command("ps", "--json") == 0
         (status,) = json.loads(capsys.readouterr().out)
+        schema.check(status, "launch")
         assert status["cwd"] == os.getcwd()
         assert status["argv"] == sys.argv
         assert [rank["rank"] for rank in status["ranks"]] == [0, 1, 2]
@@ -145,13 +146,18 @@ def test_stacks_are_shown_and_ranks_go_on(tmp_path: Path, capsys: pytest.Capture
         assert launches.command("stacks", "--all-threads") == 0
         told = capsys.readouterr().out
         assert told.count("Current thread 0x") == 3
+        for flags in ([], ["--all-threads"]):
+            assert launches.command("stacks", "--json", *flags) == 0
+            (seen_by_programs,) = json.loads(capsys.readouterr().out)
+            schema.check(seen_by_programs, "launch_with_stacks")
+            assert [("stacks" in rank) for rank in seen_by_programs["ranks"]] == [bool(flags)] * 3
         assert launches.command("stacks", "zz") == 1
         ours = seen["status"]["id"][:8]
         assert (
             capsys.readouterr().err == f"mlaunch: no running launch has an ID that starts with 'zz'; running: {ours}\n"
         )
-    assert launches.command("stacks") == 1
-    assert capsys.readouterr().err.startswith("mlaunch: no launch of this user is running here (looked in")
+    assert launches.command("stacks") == 0
+    assert capsys.readouterr().out.startswith("no launch of this user is running here (looked in")
 
 
 @pytest.mark.slow
@@ -169,6 +175,12 @@ def test_why_a_launch_hangs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
             if words.search(told):
                 break
         assert words.search(told), told
+        assert launches.command("why", "--json", "--caller", str(os.getppid())) == 0
+        (found,) = json.loads(capsys.readouterr().out)
+        schema.check(found, "launch_with_reason")
+        assert words.search(found["why"])
+        assert found["waited_for"] == [2]
+        assert "read_text" in [frame["function"] for frame in found["ranks"][2]["frames"]]
         pid = int(seen["status"]["ranks"][2]["pid"])
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -178,7 +190,8 @@ def test_why_a_launch_hangs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         told = capsys.readouterr().out
         assert "rank 2 does not answer (ranks 0-1 wait for it, in barrier at " in told
         assert "rank 2 was running the function (it was stopped by a signal)" in told
-    assert launches.command("why") == 1
+    assert launches.command("why", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == []
 
 
 def work_in_a_thread() -> None:
@@ -331,6 +344,12 @@ def test_stop_ends_ranks_that_stay() -> None:
 def test_stop_of_what_does_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert launches.command("stop") == 1
     assert capsys.readouterr().err.startswith("mlaunch: no launch of this user is running here")
+    for words in (["stop", ""], ["why", "--caller", "me"]):
+        with pytest.raises(SystemExit):
+            launches.command(*words)
+    told = capsys.readouterr().err
+    assert "'' is no ID (a shell variable that is not set?)" in told
+    assert "argument --caller: me: allowed: the number of a process" in told
     with running(tmp_path) as seen, Ranks(n_gpus=1) as ranks:
         ranks.run(int)
         while len(launches.ask("status")) < 2:
@@ -338,6 +357,8 @@ def test_stop_of_what_does_not_run(tmp_path: Path, capsys: pytest.CaptureFixture
         for words, told in (
             (["stop", "zz"], "mlaunch: no running launch has an ID that starts with 'zz'; running:\n"),
             (["stop"], " launches run; say which, such as mlaunch stop "),
+            (["stop", "--caller", str(os.getpid())], " launches run; say which, such as mlaunch stop "),
+            (["stop", "--caller", str(ranks.run(os.getpid)[0])], "no launch runs here that process "),
         ):
             assert launches.command(*words) == 1
             error = capsys.readouterr().err

@@ -21,7 +21,7 @@ from mlaunch.base.confinement import confinement, is_filtered
 from mlaunch.caller.server import zygote_upkeep
 from mlaunch.protocol import import_facts
 from mlaunch.protocol.messages.zygote_messages import ZygoteState
-from tests import builds, launches, warm_differences
+from tests import builds, launches, schema, warm_differences
 from tests.conftest import ROOT
 from tests.imported import IMPORTED
 from tests.processes import alive, wait_gone, wait_until
@@ -360,6 +360,10 @@ def test_preloaded_modules(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
         assert [state.served for state in kept()] == [1]
         assert launches.command("warm", "--status") == 0
         assert "with torch, fileinput, cmd" in capfd.readouterr().out
+        assert launches.command("warm", "--status", "--json") == 0
+        (kept_server,) = json.loads(capfd.readouterr().out)
+        schema.check(kept_server, "kept")
+        assert kept_server["preload"] == ["fileinput", "cmd"]
         assert launches.command("ps") == 0
         assert "a fork server (pid" in capfd.readouterr().out
         assert launches.command("warm", "--stop") == 0

@@ -378,6 +378,7 @@ def test_whoever_looks_at_what_a_caller_starts_is_seen(
         (["--for", "soon"], "--for soon: allowed: a time with its unit"),
         (["--for", "3m", "--stop"], "--for and --preload go with neither --status nor --stop"),
         (["--status", "--stop"], "not allowed with"),
+        (["--stop", "--json"], "--json goes with --status"),
         (["--preload", ""], "--preload : allowed: names of modules with commas between them"),
         (["--preload", "a b"], "--preload a b: allowed: names of modules with commas between them"),
     ],

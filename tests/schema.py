@@ -1,0 +1,24 @@
+"""Holds what programs read of mlaunch against ``docs/schema.json``."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+from tests.conftest import ROOT
+
+SCHEMA: dict[str, Any] = json.loads((ROOT / "docs" / "schema.json").read_text())
+
+
+def check(found: object, name: str) -> None:
+    """Fail unless this is what the schema calls ``name``, with no field that it lacks."""
+    try:
+        import jsonschema
+    except ModuleNotFoundError:  # with other Pythons and torches than CI's
+        return
+    definitions = copy.deepcopy(SCHEMA["$defs"])
+    for one in definitions.values():
+        if "properties" in one:
+            one["additionalProperties"] = False
+    jsonschema.validate(found, {"$ref": f"#/$defs/{name}", "$defs": definitions}, jsonschema.Draft202012Validator)
