@@ -81,7 +81,6 @@ def machines() -> str:
 
 # From the first to fork to the last: a room imports only what stands below it.
 ROOMS = (
-    ("pytest/", "tests on ranks that stay", "pytest, and its ranks", "#fdf3e1"),
     ("cli/", "the command: flags, run, ps, stacks, doctor", "the caller", "#fdf3e1"),
     ("engines/", "finds machines, hears their members", "the caller", "#fdf3e1"),
     ("member/", "a caller without a person, per machine", "a member", "#fdf3e1"),
@@ -128,8 +127,8 @@ def rooms() -> str:
     parts += [arrow(12, 50, 12, 36 + 46 * len(ROOMS) - 14)]
     parts.append(text(20, height - 34, "The arrow: imports. A module imports from its own room and from those below.",
                       anchor="start", fill="#555"))  # fmt: skip
-    parts.append(text(20, height - 16, "Beside the rooms: features (cells, leases, profile), whose files name a room; "
-                      "and what is for users to name.",
+    parts.append(text(20, height - 16, "Beside the rooms: features (cells, leases, pytest, ...), whose files name a "
+                      "room; and what is for users to name.",
                       anchor="start", fill="#555"))  # fmt: skip
     return "\n".join([*parts, "</svg>", ""])
 

@@ -47,6 +47,7 @@ def _wants_profile(given: Mapping[str, Any]) -> bool:
 FEATURES = (
     Feature("cells", (), _never),
     Feature("leases", ("lease", "concurrent"), _wants_lease, waits=True),
+    Feature("pytest", (), _never),
     Feature(
         "profile",
         ("profile", "profile_steps", "profile_ranks"),

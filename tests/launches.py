@@ -417,13 +417,13 @@ def plugin() -> ModuleType:
 
 def start_ranks_of_test(item: pytest.Item) -> None:
     """If the test has the mark, start its ranks, which stay."""
-    mark = import_module("mlaunch.pytest.mark")
+    mark = import_module("mlaunch.pytest.caller.mark")
     if (wanted := item.stash.get(mark.WANTED, None)) is not None:
         item.config.stash[mark.POOL].of(wanted.shape)
 
 
 def ranks_of_tests(config: pytest.Config) -> list[Ranks]:
-    pool = config.stash.get(import_module("mlaunch.pytest.mark").POOL, None)
+    pool = config.stash.get(import_module("mlaunch.pytest.caller.mark").POOL, None)
     return [shared.ranks for shared in (pool.sets.values() if pool else ()) if not shared.gone]
 
 

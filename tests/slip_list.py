@@ -714,7 +714,7 @@ SLIPS = (
     Slip(
         "pytest",
         "devices_between_tests",
-        "pytest/runner.py",
+        "pytest/caller/runner.py",
         "        self.pool.give_back()\n",
         "",
         ("contract/test_rank_tests.py::test_a_worker_of_xdist_gives_devices_back_between_tests",),
@@ -723,7 +723,7 @@ SLIPS = (
     Slip(
         "pytest",
         "lines_of_a_test_that_is_ended",
-        "pytest/body.py",
+        "pytest/rank/run_test.py",
         "            rank_coverage.save()\n            raise\n",
         "            raise\n",
         ("contract/test_rank_tests.py::test_lines_of_a_test_that_its_deadline_ends_count",),
@@ -732,7 +732,7 @@ SLIPS = (
     Slip(
         "pytest",
         "end_of_a_class",
-        "pytest/shared_ranks.py",
+        "pytest/caller/shared_ranks.py",
         "            self.has_class |= test.state is not None\n",
         "",
         ("contract/test_rank_tests.py::test_methods_of_a_test_case",),
@@ -741,7 +741,7 @@ SLIPS = (
     Slip(
         "pytest",
         "a_fixture_is_freed",
-        "pytest/runner.py",
+        "pytest/caller/runner.py",
         "        self.pool.forget(fixturedef)\n",
         "        pass\n",
         ("contract/test_rank_tests.py::test_fixtures_on_ranks",),
@@ -750,7 +750,7 @@ SLIPS = (
     Slip(
         "pytest",
         "clock_of_pytest_timeout",
-        "pytest/runner.py",
+        "pytest/caller/runner.py",
         "    try:\n        yield\n    finally:\n        if (found := settings(item)).timeout:\n",
         "    try:\n        yield\n    finally:\n        if not (found := settings(item)).timeout:\n",
         (
@@ -762,7 +762,7 @@ SLIPS = (
     Slip(
         "pytest",
         "variables_that_a_test_sets",
-        "pytest/isolation.py",
+        "pytest/rank/isolation.py",
         "                    put(value)\n",
         "                    pass\n",
         ("contract/test_rank_tests.py::test_state_that_a_test_leaves_on_ranks_does_not_reach_the_next",),

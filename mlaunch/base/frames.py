@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # What runs a function or a script, and what it calls on the way there. Other modules of ours run *above* user code.
 _BOTTOM = tuple(os.path.join(_PACKAGE, "rank", f"{name}.py") for name in ("main", "base", "function", "script"))
-_BOTTOM += (os.path.join(_PACKAGE, "pytest", "body.py"),)  # what runs a test
+_BOTTOM += (os.path.join(_PACKAGE, "pytest", "rank", "run_test.py"),)  # what runs a test
 # What runs a function that is debugged.
 _BOTTOM += tuple(os.path.join(_PACKAGE, "rank", "debugging", f"{name}.py") for name in ("debugger", "ide"))
 _CELLS = os.path.join(_PACKAGE, "cells", "rank", "")  # what runs a notebook's cell

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mlaunch.pytest.mark import NAME, SIZE, WANTED, parametrize, take_in
+from mlaunch.pytest.caller.mark import NAME, SIZE, WANTED, parametrize, take_in
 
 RUNNER = "mlaunch-ranks"
 _IN_SOURCE = b"mark.ranks"  # of a file whose tests are likely to have it
@@ -44,7 +44,7 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
         return
     # A guess from the text: to know would take the import that this is to run beside.
     if _IN_SOURCE in module_path.read_bytes():
-        from mlaunch.pytest.early import start
+        from mlaunch.pytest.caller.early_server import start
 
         start()
 
@@ -93,7 +93,7 @@ def _take_in(item: pytest.Item) -> None:
         return
     runner: Any = item.config.pluginmanager.get_plugin(RUNNER)
     if runner is None:
-        from mlaunch.pytest.runner import Runner
+        from mlaunch.pytest.caller.runner import Runner
 
         # Only now: a suite without the mark neither imports torch nor pays for the rest of the plugin.
         runner = Runner(item.config)

@@ -61,7 +61,6 @@ def test_who_needs_torch() -> None:
 ROOMS = (
     "top",
     "notebook",
-    "pytest",
     "cli",
     "engines",
     "member",
@@ -79,16 +78,19 @@ ROOMS = (
 
 # A feature is a folder. Its files are named after the process that runs them: whose room they are in.
 ROOM_OF_FILE = {
-    "command": "cli", "kernel": "notebook", "member": "member", "caller": "caller", "server": "forkserver",
-    "agent": "agent", "rank": "rank", "wire": "protocol",
+    "__init__": "top", "command": "cli", "kernel": "notebook", "plugin": "caller", "member": "member",
+    "caller": "caller", "server": "forkserver", "agent": "agent", "rank": "rank", "wire": "protocol",
 }  # fmt: skip
 ROOM_OF_NAME = {"_version": "base", "features": "base", "core": "protocol"}
 NAMES = {feature.name for feature in FEATURES}
 
 
 def room_of(module: str) -> int:
-    """The rooms are packages; what lies beside them is for users, except the version and the list of features."""
-    _, name, file, *_ = [*module.split("."), "top", ""]
+    """The rooms are packages; what lies beside them is for users, except the version and the list of features.
+
+    So is what a feature's package itself has.
+    """
+    _, name, file, *_ = [*module.split("."), "__init__", ""]
     name = ROOM_OF_FILE.get(file, "base") if name in NAMES else ROOM_OF_NAME.get(name, name)
     return ROOMS.index(name) if name in ROOMS else ROOMS.index("top")
 
@@ -136,10 +138,10 @@ def test_imports_follow_forks() -> None:
 def test_files_of_features_name_their_process() -> None:
     for feature in NAMES:
         files = {path.name.partition(".")[0] for path in (ROOT / "mlaunch" / feature).iterdir()}
-        assert files - {"__init__", "__pycache__"} <= ROOM_OF_FILE.keys(), feature
+        assert files - {"__pycache__"} <= ROOM_OF_FILE.keys(), feature
 
 
-# The command and pytest's plugin are features themselves, and come after these.
+# The command is to be a feature, too, and pytest's plugin is one: they come after these.
 USED_BY = {"leases": {"cli", "pytest"}}
 
 
@@ -161,7 +163,7 @@ def test_nobody_imports_a_feature_but_itself() -> None:
 # The options that users' editors need to see are listed here, with what is written where.
 LISTS_OPTIONS = {"options", "features.py"}
 # Rooms of what is still to become a feature. An engine's lease of its machines is another thing.
-NOT_THE_CORE = {"cli", "engines", "member", "notebook", "pytest"}
+NOT_THE_CORE = {"cli", "engines", "member", "notebook"}
 
 
 def test_the_core_names_no_feature() -> None:

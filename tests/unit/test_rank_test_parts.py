@@ -18,23 +18,14 @@ from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.server.warm import warm_server
 from mlaunch.leases.caller import requests
 from mlaunch.leases.caller.acquisition import Wish
-from mlaunch.pytest import (
-    cases,
-    early,
-    isolation,
-    process_states,
-    rank_coverage,
-    rank_fixtures,
-    runner,
-    station,
-    twins,
-    workers,
-)
-from mlaunch.pytest.crossing import Beginning, Definition, Findings, RankTest, Surroundings, Verdict
-from mlaunch.pytest.debugged import Debugging
-from mlaunch.pytest.judgement import is_out_of_step, judge
-from mlaunch.pytest.mark import Shape
-from mlaunch.pytest.rank_request import Place
+from mlaunch.pytest.caller import coverage_plan, early_server, rank_fixtures, runner, xdist_workers
+from mlaunch.pytest.caller.debugged_tests import Debugging
+from mlaunch.pytest.caller.judgement import is_out_of_step, judge
+from mlaunch.pytest.caller.mark import Shape
+from mlaunch.pytest.rank import isolation, per_rank_fixtures, process_states, rank_coverage, unittest_cases
+from mlaunch.pytest.rank.rank_request import Place
+from mlaunch.pytest.wire import rank_barrier
+from mlaunch.pytest.wire.rank_tests import Beginning, Definition, Findings, RankTest, Surroundings, Verdict
 from tests.conftest import TORCH
 
 
@@ -60,24 +51,24 @@ def test_ranks_skip_together_or_not_at_all() -> None:
 
 
 def test_verdicts_come_through_the_log_once() -> None:
-    board, log = station.new_files(2)
+    board, log = rank_barrier.new_files(2)
     for rank in (1, 0):
-        station.write(log, rank, Verdict("failed", reason=str(rank)))
-    assert {rank: verdict.reason for rank, verdict in station.take(log).items()} == {0: "0", 1: "1"}
-    assert station.take(log) == {}
+        rank_barrier.write(log, rank, Verdict("failed", reason=str(rank)))
+    assert {rank: verdict.reason for rank, verdict in rank_barrier.take(log).items()} == {0: "0", 1: "1"}
+    assert rank_barrier.take(log) == {}
     os.close(board)
     os.close(log)
 
 
 def test_a_rank_that_has_gone_on_has_failed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has looked sooner than the other one, who then finds it in the next part."""
-    board, log = station.new_files(2)
+    board, log = rank_barrier.new_files(2)
     files = [f"/proc/self/fd/{fd}" for fd in (board, log)]
     beginning = Beginning("", "", None, {}, {}, {}, (), *files, 2, None, colored=False)
     ranks = []
     for rank in (0, 1):
-        monkeypatch.setattr(station.this_rank, "this_rank", types.SimpleNamespace(rank=rank))
-        ranks.append(station.Station(beginning))
+        monkeypatch.setattr(rank_barrier.this_rank, "this_rank", types.SimpleNamespace(rank=rank))
+        ranks.append(rank_barrier.RankBarrier(beginning))
     for one in ranks:
         one.leave_part(1, 1)
         one.leave_part(1, 2, 7)
@@ -96,7 +87,7 @@ def test_a_rank_that_has_gone_on_has_failed_all_the_same(monkeypatch: pytest.Mon
 @pytest.mark.skipif(not TORCH, reason="a fork server imports torch")
 def test_a_fork_server_that_is_there_stays() -> None:
     server, preload = warm_server.get(os.environ), warm_server.preload
-    early.start()
+    early_server.start()
     assert warm_server.get(os.environ) is server
     assert warm_server.preload == preload
 
@@ -139,7 +130,7 @@ def test_nothing_is_recorded_where_pytest_records_nothing(monkeypatch: pytest.Mo
         current = staticmethod(lambda: None)
 
     monkeypatch.setitem(sys.modules, "coverage", types.SimpleNamespace(Coverage=Coverage))
-    assert rank_coverage.plan(request.config) is None
+    assert coverage_plan.plan(request.config) is None
     rank_coverage.enter("a test")
     rank_coverage.save()
 
@@ -153,9 +144,9 @@ def test_a_method_raises_what_was_wrong_first(monkeypatch: pytest.MonkeyPatch) -
             with self.subTest(part=5):
                 raise KeyError("first")
 
-    monkeypatch.setattr(cases, "REPORTS_PARTS", False)  # an older pytest
+    monkeypatch.setattr(unittest_cases, "REPORTS_PARTS", False)  # an older pytest
     with pytest.raises(KeyError, match="first") as caught:
-        cases.run_case(cases.new_case(Example, "runTest"), [], Place())
+        unittest_cases.run_case(unittest_cases.new_case(Example, "runTest"), [], Place())
     assert caught.value.__dict__["__notes__"] == ["in the subtest (part=5)"]
 
 
@@ -164,30 +155,30 @@ def test_workers_divide_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
     monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "4")
-    monkeypatch.setattr(workers.device, "usable_cpus", lambda: 16)
-    assert workers.share_of_cores(2) == {"OMP_NUM_THREADS": "2"}
-    workers.warn_of_cores(Shape(4, "cpu", None))
+    monkeypatch.setattr(xdist_workers.device, "usable_cpus", lambda: 16)
+    assert xdist_workers.share_of_cores(2) == {"OMP_NUM_THREADS": "2"}
+    xdist_workers.warn_of_cores(Shape(4, "cpu", None))
     with pytest.warns(pytest.PytestWarning, match="4 workers with 8 ranks each share 16 cores.*; -n 2 is likely"):
-        workers.warn_of_cores(Shape(8, "cpu", None))
+        xdist_workers.warn_of_cores(Shape(8, "cpu", None))
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw1")
-    workers.warn_of_cores(Shape(8, "cpu", None))
+    xdist_workers.warn_of_cores(Shape(8, "cpu", None))
 
 
 def test_a_worker_has_devices_alone_and_gives_them_back_when_another_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     shape, wish = Shape(1, "toy", None), Wish(["toy 0"], 1, "pytest's worker gw1")
     request = requests.LeaseRequest(Options(), os.environ, wish, {"toy 0": 0})
-    monkeypatch.setattr(workers.requests, "request_of", lambda *_: request)
-    monkeypatch.setattr(workers.warm_server, "get", lambda _: None)
+    monkeypatch.setattr(xdist_workers.requests, "request_of", lambda *_: request)
+    monkeypatch.setattr(xdist_workers.warm_server, "get", lambda _: None)
     monkeypatch.delenv("PYTEST_XDIST_WORKER_COUNT", raising=False)
-    assert workers.WorkerDevices(shape, 60.0).devices is None  # without xdist
+    assert xdist_workers.WorkerDevices(shape, 60.0).devices is None  # without xdist
     monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "2")
-    assert workers.WorkerDevices(Shape(1, "cpu", None), 60.0).devices is None
-    ours = workers.WorkerDevices(shape, 60.0)
+    assert xdist_workers.WorkerDevices(Shape(1, "cpu", None), 60.0).devices is None
+    ours = xdist_workers.WorkerDevices(shape, 60.0)
     assert (ours.devices, ours.environ) == ([0], {"MLAUNCH_LEASED": "toy 0"})
     waits = r"gw1 waits for 1 of devices 0, after pytest's worker gw1 \(pid \d+\): not had within 0 s, the deadline"
     with pytest.raises(pytest.fail.Exception, match=waits):
-        workers.WorkerDevices(shape, 0.0)
-    monkeypatch.setattr(workers, "_TERM", 0.0)
+        xdist_workers.WorkerDevices(shape, 0.0)
+    monkeypatch.setattr(xdist_workers, "_TERM", 0.0)
     assert not ours.are_due()  # nobody waits any more
     waiting = request.begin()
     assert ours.are_due()
@@ -255,12 +246,12 @@ def test_loggers_apart_from_the_root_are_heard(pytestconfig: pytest.Config) -> N
     apart.propagate = replaced.propagate = False
     before = list(logging.root.handlers)
     try:
-        with twins.Twins(test, pytestconfig) as made:
+        with per_rank_fixtures.PerRankFixtures(test, pytestconfig) as made:
             caplog = made.make()["caplog"]
             logging.getLogger("below").warning("one")
             apart.warning("two")
             replaced.handlers = []
-            assert caplog.messages == (["one", "two"] if twins._HEARS_ALL else ["one"])
+            assert caplog.messages == (["one", "two"] if per_rank_fixtures._HEARS_ALL else ["one"])
             assert "WARNING  below:test_rank_test_parts.py:" in made.logged
         assert not [one for one in (*apart.handlers, *replaced.handlers) if one is caplog.handler]
         assert logging.root.handlers == before

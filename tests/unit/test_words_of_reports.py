@@ -36,7 +36,7 @@ from mlaunch.protocol.messages.launch_messages import (
     RemoteError,
 )
 from mlaunch.protocol.stack_dump import in_letters
-from mlaunch.pytest import explanation
+from mlaunch.pytest.rank import explanation
 from mlaunch.rank import function as rank_function
 from mlaunch.rank import remote_error
 from mlaunch.rank.setup import group as rank_group

@@ -1,17 +1,10 @@
-"""Tests with hypothesis on ranks: all draw the same examples, and make a failing one smaller together or not at all.
-
-Hypothesis has a generator of its own, which the system seeds, and a database, to which each failure is written: ranks
-would draw apart, and a collective would meet another example's. So pytest's process draws the seed, and there is no
-database on ranks: the seed of a test that failed is kept, and draws the same examples in the next run.
-"""
+"""Tests with hypothesis: all ranks draw the same examples, and make a failing one smaller together or not at all."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import pickle
-import random
-import sys
 import traceback
 import zlib
 from collections.abc import Callable, Iterator
@@ -19,53 +12,11 @@ from typing import Any
 
 import pytest
 
-from mlaunch.pytest.crossing import Examples
-from mlaunch.pytest.station import Station
+from mlaunch.pytest.wire.rank_barrier import RankBarrier
+from mlaunch.pytest.wire.rank_tests import Examples
 
-_SEED = pytest.StashKey[int]()  # of this session
-_CACHED = "mlaunch/hypothesis"  # seeds of tests that have failed, in pytest's cache
 _SETTINGS = "_hypothesis_internal_use_settings"
 _OUTCOMES = 2**31
-
-
-def examples_for(item: pytest.Function) -> Examples | None:
-    """Return how the ranks of a test are to draw; None if it has no examples."""
-    if "hypothesis" not in sys.modules or not getattr(item.obj, "is_hypothesis_test", False):
-        return None
-    from hypothesis import settings
-
-    own = settings(getattr(item.obj, _SETTINGS, settings()), database=None, deadline=None)
-    pickled = None
-    with contextlib.suppress(Exception):  # the ranks then have what they find themselves
-        pickled = pickle.dumps(own)
-    return Examples(_seed_of(item), pickled)
-
-
-def _seed_of(item: pytest.Function) -> int | str:
-    config = item.config
-    given = config.getoption("hypothesis_seed", None)
-    if given is not None:
-        return int(given) if str(given).isdigit() else str(given)
-    failed = None if (cache := getattr(config, "cache", None)) is None else cache.get(_CACHED, {}).get(item.nodeid)
-    if failed is not None:
-        return int(failed)
-    return config.stash.setdefault(_SEED, random.SystemRandom().getrandbits(64))
-
-
-def note(item: pytest.Function, examples: Examples, *, failed: bool) -> str:
-    """Keep the seed of a test that failed for the next run. Return what its report is to say of it."""
-    cache = getattr(item.config, "cache", None)
-    if cache is not None:
-        seeds = dict(cache.get(_CACHED, {}))
-        if failed:
-            seeds[item.nodeid] = examples.seed
-        if failed or seeds.pop(item.nodeid, None) is not None:
-            cache.set(_CACHED, seeds)
-    again = " and the next run of this test" if cache is not None else ""
-    return f"--hypothesis-seed={examples.seed}{again} draws these examples again" if failed else ""
-
-
-# On the ranks
 
 
 class FailedApartError(BaseException):
@@ -78,7 +29,7 @@ class FailedApartError(BaseException):
 
 @contextlib.contextmanager
 def drawn_alike(
-    function: Callable[..., Any], examples: Examples | None, station: Station, number: int
+    function: Callable[..., Any], examples: Examples | None, barrier: RankBarrier, number: int
 ) -> Iterator[None]:
     """Have a test draw its examples as on all ranks."""
     function = getattr(function, "__func__", function)
@@ -96,7 +47,7 @@ def drawn_alike(
         setattr(function, _SETTINGS, pickle.loads(examples.settings))
     inner = getattr(handle, "inner_test", None)
     if inner is not None:
-        handle.inner_test = _in_step(inner, station, number)
+        handle.inner_test = _in_step(inner, barrier, number)
     try:
         yield
     finally:
@@ -107,7 +58,7 @@ def drawn_alike(
             handle.inner_test = inner
 
 
-def _in_step(test: Callable[..., Any], station: Station, number: int) -> Callable[..., Any]:
+def _in_step(test: Callable[..., Any], barrier: RankBarrier, number: int) -> Callable[..., Any]:
     """Return the test of one example, which raises what hypothesis takes up only where all ranks do."""
     from hypothesis.errors import HypothesisException, StopTest
 
@@ -122,16 +73,16 @@ def _in_step(test: Callable[..., Any], station: Station, number: int) -> Callabl
         try:
             result = test(*args, **kwargs)
         except quietly:
-            station.leave_part(number, count)
+            barrier.leave_part(number, count)
             raise
         except BaseException as error:
             outcome = _kind_of(error)
-            station.leave_part(number, count, outcome)
-            if station.all_failed(number, count, outcome):
+            barrier.leave_part(number, count, outcome)
+            if barrier.all_failed(number, count, outcome):
                 raise
             _note_example(error, test, kwargs)
             raise FailedApartError(error) from None
-        station.leave_part(number, count)
+        barrier.leave_part(number, count)
         return result
 
     return of_one

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 
-from mlaunch.pytest.crossing import Definition, FixtureStep, RankTest
-from mlaunch.pytest.fixture_steps import Key, OnRank, rank_0s_value, registered
-from mlaunch.pytest.mark import ON_RANKS, POOL, Shape
-from mlaunch.pytest.rank_request import facts_of
+from mlaunch.pytest.caller.mark import ON_RANKS, POOL, Shape
+from mlaunch.pytest.caller.request_facts import facts_of
+from mlaunch.pytest.rank.fixture_steps import Key, OnRank, rank_0s_value, registered
+from mlaunch.pytest.wire.rank_tests import Definition, FixtureStep, RankTest
 
 if TYPE_CHECKING:
-    from mlaunch.pytest.shared_ranks import SharedRanks
+    from mlaunch.pytest.caller.shared_ranks import SharedRanks
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -92,7 +92,7 @@ class RankFixture:
     def on(self, shared: SharedRanks) -> OnRank:
         """Returns what stands for the values on these ranks, on which it is set up if need be."""
         if self._number not in shared.placed:
-            from mlaunch.pytest.travel import split_values
+            from mlaunch.pytest.caller.fixture_transfer import split_values
 
             values, twins = split_values(
                 self._values, f"rank_fixture {self._function.__name__!r}", (*_TWINS, "request")
@@ -151,7 +151,7 @@ class RankFixture:
         return ".".join(node.name for node in self._request.node.listchain() if isinstance(node, pytest.Class))
 
     def _where(self, step: FixtureStep) -> Definition:
-        from mlaunch.pytest.travel import found_at
+        from mlaunch.pytest.caller.fixture_transfer import found_at
 
         config, module = self._request.config, sys.modules[self._function.__module__]
         if step.owner:  # the class may be in another module than a base of it that has the fixture

@@ -21,11 +21,13 @@ from mlaunch.caller.ranks.kept_call import RanksFuture
 from mlaunch.caller.ranks.ranks import Ranks
 from mlaunch.protocol import pickling
 from mlaunch.protocol.calls import Call
-from mlaunch.pytest import body, class_attributes, early, isolation, process_states, station, workers
-from mlaunch.pytest.briefing import beginning_of, findings_of
-from mlaunch.pytest.crossing import Findings, RankTest, Surroundings, Verdict, light
-from mlaunch.pytest.judgement import is_out_of_step, judge, raise_of, warn_of
-from mlaunch.pytest.mark import Shape
+from mlaunch.pytest.caller import class_changes, early_server, xdist_workers
+from mlaunch.pytest.caller.findings import beginning_of, findings_of
+from mlaunch.pytest.caller.judgement import is_out_of_step, judge, raise_of, warn_of
+from mlaunch.pytest.caller.mark import Shape
+from mlaunch.pytest.rank import isolation, process_states, run_test
+from mlaunch.pytest.wire import rank_barrier
+from mlaunch.pytest.wire.rank_tests import Findings, RankTest, Surroundings, Verdict, light
 
 _numbers = itertools.count(1)  # of tests and of steps for fixtures
 _REMEMBERED = 20  # tests
@@ -65,7 +67,7 @@ class SharedRanks:
         self.fixtures: dict[object, Held] = {}
         self.placed: dict[int, Placed] = {}  # by number, in the order in which they were set up
         self._prints: dict[object, bytes | None] = {}
-        self.classes = class_attributes.GivenAttributes()
+        self.classes = class_changes.GivenAttributes()
         self.is_out_of_step = False
         self.has_class = False  # that is to be torn down there
         self._environ, self._directory, self._path = dict(os.environb), os.getcwd(), list(sys.path)
@@ -74,26 +76,26 @@ class SharedRanks:
         self._options: dict[float | None, Options] = {}
         self._resident: int | None = None
         self.deadline = float(config.getoption("ranks_deadline") or config.getini("ranks_deadline"))
-        self._place = workers.WorkerDevices(shape, self.deadline * workers.count())
+        self._place = xdist_workers.WorkerDevices(shape, self.deadline * xdist_workers.count())
         try:
             self.ranks = self._started()
         except BaseException:
             self._place.close()
             raise
-        self._board, self._log = station.new_files(shape.size)
+        self._board, self._log = rank_barrier.new_files(shape.size)
         try:
             beginning = beginning_of(config, shape.size, self._board, self._log)
             if like is None:
-                self.ranks.run(body.begin, beginning)
+                self.ranks.run(run_test.begin, beginning)
             else:
-                self._ready.append(self.ranks.submit(body.begin, beginning))
+                self._ready.append(self.ranks.submit(run_test.begin, beginning))
                 self._load_latest(like)
         except BaseException:
             self.close()
             raise
 
     def _started(self) -> Ranks:
-        early.prepare()
+        early_server.prepare()
         return Ranks(
             # Lost ranks are replaced here: new ones must begin with the configuration, and the test's report says so.
             restart=False,
@@ -103,13 +105,13 @@ class SharedRanks:
             backend=self.shape.backend,
             grace_period=_GRACE,
             progress=False,
-            env={**workers.share_of_cores(self.shape.size), **self._place.environ},
+            env={**xdist_workers.share_of_cores(self.shape.size), **self._place.environ},
         )
 
     def _load_latest(self, like: SharedRanks) -> None:
         # The latest alone: the tests to come are mostly of that file.
         for file, test in list(like._loaded.items())[-1:]:
-            self._ready.append(self.ranks.submit(body.load, test))
+            self._ready.append(self.ranks.submit(run_test.load, test))
             self._loaded[file] = test
 
     def is_ready(self) -> bool:
@@ -149,7 +151,7 @@ class SharedRanks:
         if deadline not in self._options:  # they are checked when they are made, which takes as long as a call
             self._options[deadline] = Options(deadline=deadline, progress=False)
         try:
-            values = self.ranks.call(self._options[deadline], Call(body.run_test, (light(test),), {})).result()
+            values = self.ranks.call(self._options[deadline], Call(run_test.run_test, (light(test),), {})).result()
         except Exception as error:
             report = report_of(error)
             if report is None or isinstance(error, RanksLost):
@@ -163,7 +165,7 @@ class SharedRanks:
                 test, values={}, state=None, request=None, changes=None, step=None, examples=None, marks=()
             )
             self._loaded[test.definition.file] = bare
-            self.ranks.run(body.load, bare)
+            self.ranks.run(run_test.load, bare)
 
     def run_step(self, step: RankTest) -> None:
         """Set a fixture up on these ranks, or tear it down; raise what they have found."""
@@ -231,7 +233,9 @@ class SharedRanks:
     def _end_class(self) -> None:
         if self.has_class and not self.gone:
             with contextlib.suppress(Exception):  # they have ended meanwhile
-                self.ranks.call(Options(deadline=self.deadline, progress=False), Call(body.end_class, (), {})).result()
+                self.ranks.call(
+                    Options(deadline=self.deadline, progress=False), Call(run_test.end_class, (), {})
+                ).result()
 
     def _end(self, fixture: Placed) -> None:
         """Tear a fixture down that other ranks may have yet: what it raises belongs to no test."""

@@ -19,20 +19,20 @@ from typing import Any
 import pytest
 
 from mlaunch.protocol import explain
-from mlaunch.pytest import (
-    cases,
+from mlaunch.pytest.rank import (
     class_attributes,
-    examples,
     fixture_steps,
     group_names,
+    hypothesis_draws,
     isolation,
+    per_rank_fixtures,
     rank_coverage,
-    twins,
+    unittest_cases,
 )
-from mlaunch.pytest.crossing import Beginning, Part, RankTest, Verdict
-from mlaunch.pytest.explanation import Explanation
-from mlaunch.pytest.rank_request import Place
-from mlaunch.pytest.station import Station
+from mlaunch.pytest.rank.explanation import Explanation
+from mlaunch.pytest.rank.rank_request import Place
+from mlaunch.pytest.wire.rank_barrier import RankBarrier
+from mlaunch.pytest.wire.rank_tests import Beginning, Part, RankTest, Verdict
 from mlaunch.rank import breakpoints, in_step
 
 _KINDS: tuple[tuple[type[BaseException], str], ...] = (
@@ -41,7 +41,7 @@ _KINDS: tuple[tuple[type[BaseException], str], ...] = (
     (pytest.xfail.Exception, "xfailed"),
     (pytest.exit.Exception, "exit"),
 )
-_here: list[tuple[Station, Explanation, isolation.Baseline]] = []  # of this rank, once it has begun
+_here: list[tuple[RankBarrier, Explanation, isolation.Baseline]] = []  # of this rank, once it has begun
 
 
 class EndedAloneError(RuntimeError):
@@ -53,7 +53,7 @@ def begin(beginning: Beginning) -> None:
     if beginning.coverage is not None:
         rank_coverage.start(beginning.coverage, beginning.directory)
     explanation = Explanation(beginning)
-    _here[:] = [(Station(beginning), explanation, isolation.Baseline.of_now())]
+    _here[:] = [(RankBarrier(beginning), explanation, isolation.Baseline.of_now())]
 
 
 def load(test: RankTest) -> None:
@@ -67,7 +67,7 @@ def load(test: RankTest) -> None:
 
 def end_class() -> None:
     """Tears down what the last test's class has set up."""
-    cases.end_class()
+    unittest_cases.end_class()
 
 
 def regroup() -> None:
@@ -78,20 +78,20 @@ def regroup() -> None:
 def run_test(sent: RankTest | bytes) -> Verdict:
     """Runs a test here, and says how it was. ``sent``: as ``light`` has made it."""
     test: RankTest = pickle.loads(sent) if isinstance(sent, bytes) else sent
-    station, explanation, baseline = _here[0]
-    verdict = _verdict(test, station, explanation, baseline)
+    barrier, explanation, baseline = _here[0]
+    verdict = _verdict(test, barrier, explanation, baseline)
     if test.step is None:
         _instances.clear()
     # Raised, so that the launcher ends the call on the others, who wait in a collective for this rank.
-    if not station.finish(test.number, verdict):
+    if not barrier.finish(test.number, verdict):
         raise EndedAloneError(verdict.reason)
     return verdict
 
 
-def _verdict(test: RankTest, station: Station, explanation: Explanation, baseline: isolation.Baseline) -> Verdict:
+def _verdict(test: RankTest, barrier: RankBarrier, explanation: Explanation, baseline: isolation.Baseline) -> Verdict:
     watch = isolation.Watch(explanation.config, test.marks, keeps=test.step is not None)
-    place = _Place(test, station, explanation)
-    made = twins.Twins(test, explanation.config, place)
+    place = _Place(test, barrier, explanation)
+    made = per_rank_fixtures.PerRankFixtures(test, explanation.config, place)
     if test.step is None:
         surrounded, groups = isolation.surrounded(baseline, test.surroundings), group_names.for_test(test.number)
     else:  # what a fixture changes stays until its end
@@ -100,40 +100,40 @@ def _verdict(test: RankTest, station: Station, explanation: Explanation, baselin
         try:
             explanation.rewrite(test.rewritten)
             place.find()
-            _run(test, place, made, station)
+            _run(test, place, made, barrier)
             found = Verdict("passed")
         except KeyboardInterrupt:  # the call is ended, and these ranks may be, too
             rank_coverage.save()
             raise
         except BaseException as raised:
-            error = raised.error if isinstance(raised, examples.FailedApartError) else raised
+            error = raised.error if isinstance(raised, hypothesis_draws.FailedApartError) else raised
             _examined(error)
             # Before the failure is described, which takes time: the others wait for this one no longer than for a
             # running rank.
-            station.leave(test.number)
+            barrier.leave(test.number)
             found = place.describe(error)
-    station.leave(test.number)
+    barrier.leave(test.number)
     return _completed(found, watch, made)
 
 
-def _run(test: RankTest, place: _Place, made: twins.Twins, station: Station) -> None:
+def _run(test: RankTest, place: _Place, made: per_rank_fixtures.PerRankFixtures, barrier: RankBarrier) -> None:
     class_attributes.apply(place.owner, test.changes)
     if test.step is not None:
         rank_coverage.enter(test.nodeid, test.step.ends)
         fixture_steps.take(test, test.step, place, made.config)
         return
-    cases.begin_class(place.owner, test.number)
+    unittest_cases.begin_class(place.owner, test.number)
     rank_coverage.enter(test.nodeid)
-    with examples.drawn_alike(place.function, test.examples, station, test.number):
+    with hypothesis_draws.drawn_alike(place.function, test.examples, barrier, test.number):
         _call(place.bound(made.parts), {**test.values, **made.make()})
 
 
 class _Place(Place):
     """Where on this rank a test is, or one of its fixtures."""
 
-    def __init__(self, test: RankTest, station: Station, explanation: Explanation) -> None:
+    def __init__(self, test: RankTest, barrier: RankBarrier, explanation: Explanation) -> None:
         super().__init__()
-        self._test, self._station, self._explanation = test, station, explanation
+        self._test, self._station, self._explanation = test, barrier, explanation
         self._left = 0  # parts
 
     def find(self) -> None:
@@ -154,7 +154,7 @@ class _Place(Place):
     def bound(self, parts: list[Part]) -> Callable[..., Any]:
         """Return what is to be called with the test's arguments."""
         if isinstance(self.instance, unittest.TestCase):
-            return functools.partial(cases.run_case, self.instance, parts, self)
+            return functools.partial(unittest_cases.run_case, self.instance, parts, self)
         if self.instance is None:
             function: Callable[..., Any] = self.function
             return function
@@ -186,7 +186,9 @@ def _instance(name: str, owner: type, method: str) -> Any:
     if name and name in _instances:
         return _instances[name]
     _instances.clear()
-    made: Any = cases.new_case(owner, method) if issubclass(owner, unittest.TestCase) else object.__new__(owner)
+    made: Any = (
+        unittest_cases.new_case(owner, method) if issubclass(owner, unittest.TestCase) else object.__new__(owner)
+    )
     _instances[name] = made
     return made
 
@@ -228,7 +230,7 @@ def _kind_of(error: BaseException) -> str:
     return next((word for exception, word in _KINDS if isinstance(error, exception)), "failed")
 
 
-def _completed(found: Verdict, watch: isolation.Watch, made: twins.Twins) -> Verdict:
+def _completed(found: Verdict, watch: isolation.Watch, made: per_rank_fixtures.PerRankFixtures) -> Verdict:
     """Returns it with what was seen besides."""
     seen = {
         "properties": tuple(made.properties),

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from mlaunch.pytest import group_names
-from mlaunch.pytest.crossing import FixtureStep, RankTest
-from mlaunch.pytest.rank_request import Place, RankRequest
+from mlaunch.pytest.rank import group_names
+from mlaunch.pytest.rank.rank_request import Place, RankRequest
+from mlaunch.pytest.wire.rank_tests import FixtureStep, RankTest
 
 Key = tuple[str, str, int]  # a file, a name in it, and which of those: a function may make several
 _functions: dict[Key, Callable[..., Any]] = {}  # in every process that imports them

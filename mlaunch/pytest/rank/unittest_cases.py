@@ -6,11 +6,9 @@ the ranks before the first method of its class, ``tearDownClass`` after the last
 
 from __future__ import annotations
 
-import functools
 import sys
 import unittest
 import warnings
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 from unittest.case import _subtest_msg_sentinel  # type: ignore[attr-defined]
@@ -19,48 +17,13 @@ import pytest
 from _pytest._io.saferepr import saferepr
 from _pytest.unittest import TestCaseFunction
 
-from mlaunch.pytest import group_names, torch_cases
-from mlaunch.pytest.crossing import Part
-from mlaunch.pytest.mark import NAME
-from mlaunch.pytest.rank_request import Place
+from mlaunch.pytest.rank import group_names, torch_cases
+from mlaunch.pytest.rank.rank_request import Place
+from mlaunch.pytest.wire.rank_tests import Part
 
-_SET_UP_CLASS = "_unittest_setUpClass_fixture"  # what pytest calls it
 # Whether pytest has reports of parts of unittest's tests. With an older Python it asks the instance for them.
 REPORTS_PARTS = hasattr(TestCaseFunction, "addSubTest") and sys.version_info >= (3, 11)
 _begun: list[type[unittest.TestCase]] = []  # of this rank: the class that is set up, or none
-
-
-def take_in(item: pytest.Item, run: Callable[[pytest.Function], object]) -> None:
-    """Lets ``run`` run a method of a TestCase: pytest calls none of its hooks for these."""
-    if is_case(item):
-        item.runtest = functools.partial(run, item)  # type: ignore[assignment, arg-type, method-assign]
-
-
-def is_case(item: pytest.Item) -> bool:
-    """Tells whether a test is such a method."""
-    owner = getattr(item, "cls", None)
-    return owner is not None and issubclass(owner, unittest.TestCase)
-
-
-def state_of(item: pytest.Function) -> dict[str, Any] | None:
-    """Returns what fixtures have given the test's instance; None: it has none."""
-    if item.cls is None:
-        return None
-    given = dict(vars(item.instance))
-    if not is_case(item):
-        return given
-    # What each instance has by itself is unittest's own, and the rank's instance has it as well.
-    return {name: given[name] for name in given.keys() - vars(item.cls(item.name)).keys()} | torch_cases.file_for(item)
-
-
-def is_set_up_on_ranks(request: pytest.FixtureRequest, name: str) -> bool:
-    """Tells whether a fixture stands for ``setUpClass`` of a class with the mark, and not for one that is skipped."""
-    if not name.startswith(_SET_UP_CLASS) or getattr(request.cls, "__unittest_skip__", False):
-        return False
-    return any(mark.name == NAME for mark in request.node.iter_markers())
-
-
-# On the ranks
 
 
 class FirstProblem(unittest.TestResult):

@@ -7,9 +7,9 @@ import contextlib
 import pytest
 
 from mlaunch.base.exceptions import LaunchError
-from mlaunch.pytest import rank_coverage, workers
-from mlaunch.pytest.mark import ON_RANKS, Shape
-from mlaunch.pytest.shared_ranks import SharedRanks, Wide
+from mlaunch.pytest.caller import coverage_plan, xdist_workers
+from mlaunch.pytest.caller.mark import ON_RANKS, Shape
+from mlaunch.pytest.caller.shared_ranks import SharedRanks, Wide
 
 _SETS_ON_CPUS = 4
 
@@ -32,7 +32,7 @@ class RankPool:
             return found
         self.drop(shape)
         self._make_room(shape)
-        workers.warn_of_cores(shape)
+        xdist_workers.warn_of_cores(shape)
         self.sets[shape] = made = self._started_ahead(shape) or SharedRanks(shape, self._config, self)
         return made
 
@@ -54,7 +54,7 @@ class RankPool:
         if not (self._config.getini("ranks_reserve") and self.sets):
             return
         # Several workers have no cores to spare; and what records coverage would record the ranks in reserve, too.
-        if workers.count() > 1 or rank_coverage.plan(self._config) is not None:
+        if xdist_workers.count() > 1 or coverage_plan.plan(self._config) is not None:
             return
         like = list(self.sets.values())[-1]
         if self._next is not None and self._next.shape != like.shape:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from mlaunch.base.text import name_ranks
-from mlaunch.pytest.crossing import Findings, Verdict
+from mlaunch.pytest.wire.rank_tests import Findings, Verdict
 from mlaunch.rank import in_step
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")

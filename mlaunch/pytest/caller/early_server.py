@@ -10,7 +10,13 @@ from _pytest.config import default_plugins
 
 from mlaunch.caller.server.warm import warm_server
 
-PRELOADED = ("pytest", "mlaunch.pytest.body", "mlaunch.collectives.exchange", "mlaunch.collectives.local_group")
+PRELOADED = (
+    "pytest",
+    "mlaunch.pytest.rank.run_test",
+    "mlaunch.pytest.caller.rank_fixtures",  # modules of tests import it
+    "mlaunch.collectives.exchange",
+    "mlaunch.collectives.local_group",
+)
 # Each rank makes a configuration of pytest's; the imports for that took more than half of a new rank's time.
 _PYTESTS = tuple(f"_pytest.{name}" for name in default_plugins)  # which each rank's configuration has
 _SEEDED = "numpy.random"  # before each test, where it is installed; numpy itself imports it late

@@ -1,11 +1,11 @@
-"""What pytest's process sets on a test's class, by ``setup_class`` or ``request.cls``, is there on ranks, too."""
+"""What pytest's process sets on a test's class, by ``setup_class`` or ``request.cls``: its ranks get it, too."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from mlaunch.pytest.crossing import ClassChanges
-from mlaunch.pytest.travel import attribute_that_cannot
+from mlaunch.pytest.caller.fixture_transfer import attribute_that_cannot
+from mlaunch.pytest.wire.rank_tests import ClassChanges
 
 _Attributes = dict[str, Any]
 _NONE: object = object()
@@ -40,39 +40,3 @@ class GivenAttributes:
         said = {name: attribute_that_cannot(f"{owner.__name__}.{name}", value) for name, value in new.items()}
         told = {name: words for name, words in said.items() if words}
         return ClassChanges({name: value for name, value in new.items() if name not in told}, gone, told)
-
-
-# On the ranks
-
-_replaced: dict[type, _Attributes] = {}  # what classes had here before
-
-
-class _Untold:
-    """Stands for a value that could not travel."""
-
-    def __init__(self, told: str) -> None:
-        self._told = told
-
-    def __get__(self, *_: object) -> Any:
-        __tracebackhide__ = True
-        raise TypeError(self._told)
-
-
-def apply(owner: type | None, changes: ClassChanges | None) -> None:
-    """Set on a class what pytest's process has set, and put back what it has removed."""
-    if owner is None or changes is None:
-        return
-    before = _replaced.setdefault(owner, {})
-    told = {name: _Untold(text) for name, text in changes.told.items()}
-    for name, value in {**changes.given, **told}.items():
-        before.setdefault(name, vars(owner).get(name, _NONE))
-        setattr(owner, name, value)
-    for name in changes.gone:
-        _put_back(owner, name, before.pop(name, _NONE))
-
-
-def _put_back(owner: type, name: str, value: object) -> None:
-    if value is not _NONE:
-        setattr(owner, name, value)
-    elif name in vars(owner):
-        delattr(owner, name)

@@ -17,8 +17,8 @@ import pytest
 
 from mlaunch.base import seeding
 from mlaunch.protocol import explain
-from mlaunch.pytest import process_states
-from mlaunch.pytest.crossing import Surroundings
+from mlaunch.pytest.rank import process_states
+from mlaunch.pytest.wire.rank_tests import Surroundings
 from mlaunch.rank.for_users import current_device
 
 _SEED = 0

@@ -14,40 +14,19 @@ import unittest
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
-from mlaunch.pytest import group_names
+from mlaunch.pytest.rank import group_names
 
 FILE = "_mlaunch_file"  # the attribute with the name of the file that the ranks of a test share
 _MODULE = "torch.testing._internal.common_distributed"
 # These begin without a process group, as they make one: with the ranks' own init_process_group would do nothing, and
 # the test's store, timeout and backend would not be those that it gets.
-_FOR_A_METHOD = {"MultiProcessTestCase"}
-_THREADED = {"MultiThreadedTestCase"}
+FOR_A_METHOD = {"MultiProcessTestCase"}
 _adapted: dict[type[unittest.TestCase], type[unittest.TestCase]] = {}  # of this rank
 _FOR_A_CLASS = {"MultiProcContinuousTest", "MultiProcContinousTest"}  # the latter before torch 2.7
 
 
-def file_for(item: pytest.Function) -> dict[str, str]:
-    """Returns the attribute that a test of such a class has on its ranks; nothing for other classes.
-
-    Raises:
-        pytest.fail.Exception: The class starts threads in place of processes.
-    """
-    bases = _bases(item.cls)
-    if bases & _THREADED:
-        told = "a MultiThreadedTestCase has threads in place of ranks; leave out the mark ranks"
-        raise pytest.fail.Exception(f"{item.name}: {told}", pytrace=False)
-    if not bases & _FOR_A_METHOD:
-        return {}
-    return {FILE: str(item._request.getfixturevalue("tmp_path") / "store")}
-
-
-def _bases(owner: type[Any] | None) -> set[str]:
+def bases_of(owner: type[Any] | None) -> set[str]:
     return {base.__name__ for base in getattr(owner, "__mro__", ()) if base.__module__ == _MODULE}
-
-
-# On the ranks
 
 
 def on_ranks(owner: type[unittest.TestCase]) -> type[unittest.TestCase]:
@@ -58,8 +37,8 @@ def on_ranks(owner: type[unittest.TestCase]) -> type[unittest.TestCase]:
 
 
 def _adapt(owner: type[unittest.TestCase]) -> type[unittest.TestCase]:
-    bases, changes = _bases(owner), dict[str, Any]()
-    if bases & _FOR_A_METHOD:
+    bases, changes = bases_of(owner), dict[str, Any]()
+    if bases & FOR_A_METHOD:
         changes = {"join_or_run": _alone, "run_test": _run_test}
         changes |= dict.fromkeys(("_spawn_processes", "_fork_processes"), _nothing)
     elif bases & _FOR_A_CLASS:

@@ -1,52 +1,17 @@
-"""Parts of a test on ranks, each with an outcome of its own: the fixture ``subtests``, and ``subTest`` of unittest.
-
-Ranks note them, and pytest's process reports them by its own fixture. Whoever fails in a part waits for the others to
-have left it, too: what follows would otherwise meet what they still do there.
-"""
+"""Parts of a test on ranks are reported by pytest's own fixture, each with one outcome of all ranks."""
 
 from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Iterator, Mapping
-from types import TracebackType
+from collections.abc import Iterator
 from typing import Any
 from unittest.case import _subtest_msg_sentinel  # type: ignore[attr-defined]
 
-import pytest
-from _pytest._io.saferepr import saferepr
 from _pytest.unittest import TestCaseFunction
 
-from mlaunch.pytest.crossing import Findings, Part, Verdict
-from mlaunch.pytest.judgement import Judgement, judge, raise_of
-from mlaunch.pytest.rank_request import Place
-
-
-class RankSubtests:
-    """The fixture ``subtests`` on a rank."""
-
-    def __init__(self, parts: list[Part], place: Place) -> None:
-        self._parts, self._place = parts, place
-
-    def test(self, msg: str | None = None, **kwargs: Any) -> _RankPart:
-        """Return a context manager for a part of the test, whose failure does not end the test."""
-        return _RankPart(self._parts, self._place, msg, kwargs)
-
-
-class _RankPart:
-    def __init__(self, parts: list[Part], place: Place, msg: str | None, kwargs: Mapping[str, Any]) -> None:
-        self._parts, self._place = parts, place
-        self._msg, self._kwargs = msg, {name: saferepr(value) for name, value in kwargs.items()}
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> bool:
-        __tracebackhide__ = True
-        if isinstance(error, KeyboardInterrupt | pytest.exit.Exception):
-            return False
-        described = None if error is None else self._place.describe(error)
-        self._parts.append(Part(self._msg, self._kwargs, described))
-        return self._place.leave_part(failed=error is not None)
+from mlaunch.pytest.caller.judgement import Judgement, judge, raise_of
+from mlaunch.pytest.wire.rank_tests import Findings, Part, Verdict
 
 
 class Shown:
@@ -57,9 +22,6 @@ class Shown:
 
     def __repr__(self) -> str:
         return self._text
-
-
-# In pytest's process
 
 
 def merged(findings: Findings) -> Iterator[tuple[Part, dict[int, Part]]]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlaunch.protocol import payload
-from mlaunch.rank.in_step import Numbers
 
 
 @dataclass(frozen=True)
@@ -165,7 +164,7 @@ class Verdict:
     logged: str = ""
     left: tuple[str, ...] = ()
     resident: int = 0
-    entered: Numbers = field(default_factory=dict)
+    entered: Mapping[str, tuple[tuple[int, ...], int | None]] = field(default_factory=dict)
     parts: tuple[Part, ...] = ()
     shown: str = ""  # written where nothing was to be captured
 

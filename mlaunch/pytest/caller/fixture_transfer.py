@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from mlaunch.protocol import explain, payload
-from mlaunch.pytest import twins
-from mlaunch.pytest.crossing import Definition, RankTest
+from mlaunch.pytest.rank import per_rank_fixtures
+from mlaunch.pytest.wire.rank_tests import Definition, RankTest
 
 _PYTESTS = ("_pytest", "pytest_mock")  # where what pytest makes itself is defined
 _TRAVELS = {"tmpdir", "testpath"}  # of that
@@ -28,7 +28,9 @@ def split(item: pytest.Function) -> tuple[dict[str, Any], tuple[str, ...]]:
     Raises:
         pytest.fail.Exception: One of them is of use in pytest's process alone.
     """
-    return split_values({name: item.funcargs[name] for name in item._fixtureinfo.argnames}, "this test", twins.NAMES)
+    return split_values(
+        {name: item.funcargs[name] for name in item._fixtureinfo.argnames}, "this test", per_rank_fixtures.NAMES
+    )
 
 
 def split_values(

@@ -4,35 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mlaunch.pytest.crossing import RequestFacts, Verdict
+from mlaunch.pytest.wire.rank_tests import RequestFacts, Verdict
 
 _WIDE = ("session", "package", "module")
-
-
-def facts_of(request: Any, marks: Sequence[pytest.Mark], *, of_test: bool) -> RequestFacts:
-    """Return what travels of a request, of a test or of one of its fixtures."""
-    node = request.node
-    param = (request.param,) if hasattr(request, "param") else ()
-    callspec = getattr(node, "callspec", None) if of_test else None
-    return RequestFacts(
-        request.scope,
-        request.fixturename,
-        tuple(request.fixturenames),
-        node.name,
-        node.nodeid,
-        getattr(node, "originalname", None),
-        str(node.path),
-        tuple(node.keywords),
-        tuple(marks),
-        param,
-        None if callspec is None else dict(callspec.params),
-    )
 
 
 class NamesWhatIsMissing:

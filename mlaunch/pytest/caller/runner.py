@@ -15,15 +15,16 @@ from typing import Any
 import pytest
 
 from mlaunch.base.exceptions import RanksLost
-from mlaunch.pytest import body, cases, class_attributes, examples, subtests, travel
-from mlaunch.pytest.class_attributes import GivenAttributes
-from mlaunch.pytest.crossing import Examples, Findings, RankTest, Surroundings
-from mlaunch.pytest.debugged import Debugging
-from mlaunch.pytest.judgement import is_out_of_step, judge, judgement_of, pass_on, raise_of, show
-from mlaunch.pytest.mark import POOL, WANTED, Shape, Wanted
-from mlaunch.pytest.pool import RankPool, only_devices_lack
-from mlaunch.pytest.rank_request import facts_of
-from mlaunch.pytest.shared_ranks import Placed, SharedRanks
+from mlaunch.pytest.caller import class_changes, fixture_transfer, hypothesis_seeds, subtest_reports, unittest_items
+from mlaunch.pytest.caller.class_changes import GivenAttributes
+from mlaunch.pytest.caller.debugged_tests import Debugging
+from mlaunch.pytest.caller.judgement import is_out_of_step, judge, judgement_of, pass_on, raise_of, show
+from mlaunch.pytest.caller.mark import POOL, WANTED, Shape, Wanted
+from mlaunch.pytest.caller.rank_pool import RankPool, only_devices_lack
+from mlaunch.pytest.caller.request_facts import facts_of
+from mlaunch.pytest.caller.shared_ranks import Placed, SharedRanks
+from mlaunch.pytest.rank import run_test
+from mlaunch.pytest.wire.rank_tests import Examples, Findings, RankTest, Surroundings
 
 _PLUGIN = "pytest_timeout"
 _MANY = 10  # tests to come, for which it is worth to have ranks in reserve
@@ -49,8 +50,8 @@ class Runner:
 
     def take_in(self, item: pytest.Item) -> None:
         """Takes over a method of a TestCase, for which no hook would be asked."""
-        class_attributes.note(getattr(item, "cls", None))
-        cases.take_in(item, self.run)
+        class_changes.note(getattr(item, "cls", None))
+        unittest_items.take_in(item, self.run)
 
     def run(self, pyfuncitem: pytest.Function) -> None:
         """Runs a test on its ranks, and raises what they have found. In place of ``pytest_pyfunc_call``."""
@@ -60,10 +61,10 @@ class Runner:
             findings = self._found(pyfuncitem, wanted)
         pass_on(pyfuncitem, findings)
         self._print(findings)
-        subtests.report(pyfuncitem, findings)
+        subtest_reports.report(pyfuncitem, findings)
         judgement = judge(findings)
         if (drawn := pyfuncitem.stash.get(_EXAMPLES, None)) is not None:
-            told = examples.note(pyfuncitem, drawn, failed=judgement.error is not None)
+            told = hypothesis_seeds.note(pyfuncitem, drawn, failed=judgement.error is not None)
             judgement.sections = [*judgement.sections, *([("hypothesis", told)] if told else [])]
         raise_of(judgement)
 
@@ -106,7 +107,7 @@ class Runner:
         self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
     ) -> Generator[None, Any, Any]:
         """Notes values that several tests use: they travel once. Classes that ranks set up are not set up here."""
-        if cases.is_set_up_on_ranks(request, fixturedef.argname):
+        if unittest_items.is_set_up_on_ranks(request, fixturedef.argname):
             # Its own function would run setUpClass in pytest's process.
             object.__setattr__(fixturedef, "func", _nothing)
         value = yield
@@ -150,7 +151,7 @@ class Runner:
             return self._run(item, wanted)
 
     def _run(self, item: pytest.Function, wanted: Wanted) -> Findings:
-        values, made = travel.split(item)
+        values, made = fixture_transfer.split(item)
         if self._debugging.wanted and not _placed(item):
             return self._debugged(item, wanted, values, made)
         shared = self._place(item, wanted, _placed(item))
@@ -168,7 +169,7 @@ class Runner:
         if shared is None or shared.gone or shared.is_out_of_step:
             item.stash[_RANKS] = shared = self._ranks(wanted)
             if wanted.fresh == "group":
-                shared.ranks.run(body.regroup)
+                shared.ranks.run(run_test.regroup)
         shared.deadline = self._deadline(item, wanted)
         for fixture in made:
             fixture.on(shared)
@@ -219,27 +220,27 @@ class Runner:
             raise
         except Exception:  # whatever a __reduce__ may raise
             shared.classes = GivenAttributes()
-            if not (told := travel.who_cannot(values) or travel.state_that_cannot(test)):
+            if not (told := fixture_transfer.who_cannot(values) or fixture_transfer.state_that_cannot(test)):
                 raise
             raise pytest.fail.Exception(told, pytrace=False) from None
 
     def _test(self, item: pytest.Function, values: dict[str, Any], made: tuple[str, ...]) -> RankTest:
         asks = "request" in made
-        item.stash[_EXAMPLES] = drawn = examples.examples_for(item)
-        marks = travel.marks_of(item, every=asks)
+        item.stash[_EXAMPLES] = drawn = hypothesis_seeds.examples_for(item)
+        marks = fixture_transfer.marks_of(item, every=asks)
         return RankTest(
             1,  # of ranks that have run no other; others get their own
             item.nodeid,
             item.name,
-            travel.definition_of(item),
+            fixture_transfer.definition_of(item),
             Surroundings({}, None, None),
-            cases.state_of(item),
+            unittest_items.state_of(item),
             values,
             made,
             tuple(mark for mark in marks if mark.name == "filterwarnings"),
             facts_of(item._request, marks, of_test=True) if asks else None,
             examples=drawn,
-            rewritten=travel.rewritten(item.config),
+            rewritten=fixture_transfer.rewritten(item.config),
         )
 
     def _deadline(self, item: pytest.Item, wanted: Wanted) -> float:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import os
 import textwrap
+from typing import Any
 
 import pytest
 
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout
 from mlaunch.base.frames import mentions_bottom
-from mlaunch.pytest import body, explanation, rank_coverage, station, travel
-from mlaunch.pytest.crossing import Beginning, Findings, RankTest, Verdict
+from mlaunch.pytest.caller import coverage_plan, fixture_transfer
+from mlaunch.pytest.rank import run_test
+from mlaunch.pytest.wire import rank_barrier
+from mlaunch.pytest.wire.rank_tests import Beginning, Findings, RankTest, Verdict
 
 
 def beginning_of(config: pytest.Config, size: int, board: int, log: int) -> Beginning:
@@ -23,16 +26,22 @@ def beginning_of(config: pytest.Config, size: int, board: int, log: int) -> Begi
         str(config.invocation_params.dir),
         str(config.rootpath),
         ini,
-        travel.plain_options(config),
-        travel.flags(config),
-        travel.settings(config),
-        travel.explaining(config),
+        fixture_transfer.plain_options(config),
+        fixture_transfer.flags(config),
+        fixture_transfer.settings(config),
+        fixture_transfer.explaining(config),
         f"{here}/{board}",
         f"{here}/{log}",
         size,
-        rank_coverage.plan(config),
-        explanation.is_colored(config),
+        coverage_plan.plan(config),
+        _is_colored(config),
     )
+
+
+def _is_colored(config: pytest.Config) -> bool:
+    """True if pytest's terminal shows colours."""
+    reporter: Any = config.pluginmanager.get_plugin("terminalreporter")
+    return reporter is not None and bool(reporter._tw.hasmarkup)
 
 
 def findings_of(error: Exception, report: LaunchError, test: RankTest, size: int, log: int, after: str) -> Findings:
@@ -42,11 +51,11 @@ def findings_of(error: Exception, report: LaunchError, test: RankTest, size: int
     """
     found = {rank: value for rank, value in report.results.items() if isinstance(value, Verdict)}
     text = str(report).replace("run_test()", test.name)
-    apart = isinstance(error, body.EndedAloneError)
+    apart = isinstance(error, run_test.EndedAloneError)
     told = text.partition("\nmeanwhile:\n")[2] if apart else text
     stacks = {rank: _of_the_test(text) for rank, text in report.stacks.items()}
     stacks = stacks if isinstance(error, LaunchTimeout) else {}
-    verdicts = {**found, **station.take(log)}
+    verdicts = {**found, **rank_barrier.take(log)}
     return Findings(size, verdicts, f"{textwrap.dedent(told)}\n{after}".strip(), apart, stacks)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 from mlaunch.base.fds import fix_size, memory_file
 from mlaunch.protocol import this_rank
-from mlaunch.pytest.crossing import Beginning, Verdict
+from mlaunch.pytest.wire.rank_tests import Beginning, Verdict
 
 _PATIENCE = 0.02  # seconds for the others to begin to run, once one has not passed
 _MOST_PATIENCE = 2.0  # for those who are not waiting for anything: the machine may be busy
@@ -25,7 +25,7 @@ _PARTS = 2**32
 _LENGTH = struct.Struct("=q")
 
 
-class Station:
+class RankBarrier:
     """The board, with the number of the test whose function each rank has left last, and the log of verdicts."""
 
     def __init__(self, beginning: Beginning) -> None:

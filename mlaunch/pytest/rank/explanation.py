@@ -22,7 +22,7 @@ import pytest
 from _pytest.config import create_terminal_writer
 from _pytest.unittest import TestCaseFunction
 
-from mlaunch.pytest.crossing import Beginning, Definition
+from mlaunch.pytest.wire.rank_tests import Beginning, Definition
 
 _NO_PLUGINS = "PYTEST_DISABLE_PLUGIN_AUTOLOAD"
 _TERMINAL = "terminalreporter"  # pytest's name for it
@@ -84,12 +84,6 @@ class Explanation:
         shown = item.repr_failure(excinfo)
         crash = getattr(shown, "reprcrash", None)
         return shown, None if crash is None else (str(crash.path), int(crash.lineno))
-
-
-def is_colored(config: pytest.Config) -> bool:
-    """Tells whether pytest's terminal, if there is one, shows colours."""
-    reporter: Any = config.pluginmanager.get_plugin(_TERMINAL)
-    return reporter is not None and bool(reporter._tw.hasmarkup)
 
 
 def _configured(beginning: Beginning) -> pytest.Config:

@@ -15,11 +15,12 @@ import pytest
 
 from mlaunch.base.exceptions import report_of
 from mlaunch.caller.launcher import launcher
-from mlaunch.pytest import early, station, workers
-from mlaunch.pytest.body import DebuggedTest
-from mlaunch.pytest.briefing import beginning_of, findings_of
-from mlaunch.pytest.crossing import Findings, RankTest
-from mlaunch.pytest.mark import Shape
+from mlaunch.pytest.caller import early_server, xdist_workers
+from mlaunch.pytest.caller.findings import beginning_of, findings_of
+from mlaunch.pytest.caller.mark import Shape
+from mlaunch.pytest.rank.run_test import DebuggedTest
+from mlaunch.pytest.wire import rank_barrier
+from mlaunch.pytest.wire.rank_tests import Findings, RankTest
 
 _AFTER = "pytest's --pdb: each test has ranks of its own"
 _PROMPT = "pdbinvoke"  # pytest's plugin
@@ -45,10 +46,10 @@ class Debugging:
     def run(self, item: pytest.Item, shape: Shape, test: RankTest, deadline: float) -> Findings:
         """Runs a test, whatever comes of it. ValueError: this machine does not have its devices."""
         item.stash[DEBUGGED] = True
-        place = workers.WorkerDevices(shape, deadline)
-        board, log = station.new_files(shape.size)
+        place = xdist_workers.WorkerDevices(shape, deadline)
+        board, log = rank_barrier.new_files(shape.size)
         beginning = beginning_of(self._config, shape.size, board, log)
-        early.prepare()
+        early_server.prepare()
         try:
             with self._shown():
                 run = launcher(
@@ -60,7 +61,7 @@ class Debugging:
                     deadline=deadline,
                     progress=False,
                     debug=True,
-                    env={**workers.share_of_cores(shape.size), **place.environ},
+                    env={**xdist_workers.share_of_cores(shape.size), **place.environ},
                 )
                 return Findings(shape.size, dict(enumerate(run())))
         except Exception as error:

@@ -13,16 +13,16 @@ import _pytest.capture
 import _pytest.logging
 import pytest
 
-from mlaunch.pytest.crossing import Part, RankTest, RequestFacts
-from mlaunch.pytest.rank_request import Place, RankRequest
-from mlaunch.pytest.subtests import RankSubtests
+from mlaunch.pytest.rank.rank_request import Place, RankRequest
+from mlaunch.pytest.rank.rank_subtests import RankSubtests
+from mlaunch.pytest.wire.rank_tests import Part, RankTest, RequestFacts
 
 _CAPTURE = "capturemanager"  # pytest's name for it
 _TO_DESCRIPTORS = (_pytest.capture.FDCapture, _pytest.capture.FDCaptureBinary)
 _HEARS_ALL = hasattr(_pytest.logging.catching_logs, "attached_loggers")  # also what never comes to the root
 
 
-class Twins(contextlib.ExitStack):
+class PerRankFixtures(contextlib.ExitStack):
     """Makes the twins that a test asks for, and ends them with it."""
 
     def __init__(self, test: RankTest, config: pytest.Config, place: Place | None = None) -> None:
@@ -37,7 +37,7 @@ class Twins(contextlib.ExitStack):
         self.parts: list[Part] = []
         self.shown: list[str] = []
 
-    def __enter__(self) -> Twins:
+    def __enter__(self) -> PerRankFixtures:
         root = logging.getLogger()
         self._catching = [root, *(_apart() if _HEARS_ALL else ())]
         for logger in self._catching:  # torch has forty, and their own way to add one takes a lock
@@ -157,19 +157,19 @@ def _apart() -> Iterator[logging.Logger]:
             yield one
 
 
-_MAKE: dict[str, Callable[[Twins], Any]] = {
-    "monkeypatch": Twins._monkeypatch,
-    "recwarn": Twins._recwarn,
+_MAKE: dict[str, Callable[[PerRankFixtures], Any]] = {
+    "monkeypatch": PerRankFixtures._monkeypatch,
+    "recwarn": PerRankFixtures._recwarn,
     "capsys": lambda twins: twins._capture(_pytest.capture.SysCapture),
     "capsysbinary": lambda twins: twins._capture(_pytest.capture.SysCaptureBinary),
     "capteesys": lambda twins: twins._capture(_pytest.capture.SysCapture, tee=True),
     "capfd": lambda twins: twins._capture(_pytest.capture.FDCapture),
     "capfdbinary": lambda twins: twins._capture(_pytest.capture.FDCaptureBinary),
-    "caplog": Twins._caplog,
-    "record_property": Twins._record,
-    "mocker": Twins._mocker,
-    "subtests": Twins._subtests,
-    "request": Twins._request,
+    "caplog": PerRankFixtures._caplog,
+    "record_property": PerRankFixtures._record,
+    "mocker": PerRankFixtures._mocker,
+    "subtests": PerRankFixtures._subtests,
+    "request": PerRankFixtures._request,
     "pytestconfig": lambda twins: twins.config,
 }
 NAMES = frozenset(_MAKE)

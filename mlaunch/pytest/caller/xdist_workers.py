@@ -15,7 +15,7 @@ from mlaunch.caller.server.warm import warm_server
 from mlaunch.leases.caller import requests
 from mlaunch.leases.caller.acquisition import Acquisition, DeviceLease, standing
 from mlaunch.leases.caller.lease_directory import place
-from mlaunch.pytest.mark import Shape
+from mlaunch.pytest.caller.mark import Shape
 from mlaunch.rank.setup import device
 
 _THREADS = "OMP_NUM_THREADS"

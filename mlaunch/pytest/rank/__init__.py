@@ -1,0 +1,1 @@
+"""In the ranks: a test is run, and what it leaves is put back."""
