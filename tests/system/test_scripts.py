@@ -48,7 +48,7 @@ def test_the_digits_example() -> None:
 def test_the_sweep_of_the_digits(run_script: Callable[[str], subprocess.CompletedProcess[str]]) -> None:
     """Prints the table of the page, up to seconds and the last digits."""
     page = (ROOT / "docs" / "sweeps.rst").read_text()
-    table = textwrap.dedent(page[page.index("    lr     width") : page.index("A sweep that goes on")]).splitlines()
+    table = textwrap.dedent(page[page.index("    lr     width") : page.index("Resume a sweep")]).splitlines()
     code = f"import runpy, sys; sys.path.insert(0, {str(ROOT / 'examples')!r}); "
     done = run_script(code + f"runpy.run_path({str(ROOT / 'examples' / 'sweep.py')!r}, run_name='__main__')")
     assert done.returncode == 0, done.stderr
