@@ -17,6 +17,7 @@ _REMOVED = 0x40 | 0x200 | 0x400 | 0x800  # IN_MOVED_FROM, IN_DELETE, IN_DELETE_S
 _EVENTS = 65_536  # bytes of them at a time
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_PF_EXITING = 0x4  # linux/sched.h
 _KEYCTL = {"x86_64": 250, "aarch64": 219, "ppc64le": 271}  # asm/unistd.h
 _GET_KEYRING_ID, _SESSION_KEYRING = 0, -3  # linux/keyctl.h
 _STDERR = 2
@@ -238,6 +239,21 @@ def is_stopped(pid: int) -> bool:
         if os.readlink("/proc/self") == str(os.getpid()):
             return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in {b"T", b"t"}
         return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    return False
+
+
+def has_ended(pid: int) -> bool:
+    """True if a process is gone, or is a zombie, or leaves in the kernel; not where that cannot be known."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # another user's
+        pass
+    with contextlib.suppress(OSError):
+        if os.readlink("/proc/self") == str(os.getpid()):  # else its numbers are not ours
+            state, *_, flags = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[:7]
+            return state in {b"Z", b"X"} or bool(int(flags) & _PF_EXITING)
     return False
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import signal
 import time
@@ -47,6 +49,28 @@ def die_with_much() -> None:
     del kept
 
 
+def die_with_its_agent() -> None:
+    """Leave nobody who would wait until the device has its memory back, before the lease is over."""
+    kept = fill(SHARE)
+    torch.accelerator.synchronize()
+    os.kill(os.getppid(), signal.SIGKILL)
+    signal.pause()
+    del kept
+
+
+def is_listed() -> bool | None:
+    """True if NVIDIA's library lists this rank on its device by its own number; None: it cannot be asked."""
+    with contextlib.suppress(Exception):
+        nvml = importlib.import_module("pynvml")
+        kept = fill(0.1)
+        nvml.nvmlInit()
+        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
+        pids = [one.pid for one in nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
+        del kept
+        return os.getpid() in pids
+    return None
+
+
 def return_soon(before: int, what: str) -> bool:
     """Says how long it took until so much was free again; False if it never was."""
     begun = time.perf_counter()
@@ -77,6 +101,11 @@ def returned() -> None:
         check(return_soon(before, f"memory is free after {what}"), f"memory is back after {what}")
     leased = launcher(fill_and_return, 1, lease=True)
     check([leased() for _ in range(LAUNCHES)] == [[1.0]] * LAUNCHES, f"{LAUNCHES} launches in a row take 90% each")
+    print(f"NVIDIA's library lists a rank by its own number: {launcher(is_listed, 1)()[0]}")
+    for _ in range(LAUNCHES):
+        killed, after = launcher(die_with_its_agent, 1, lease=True).submit(), leased.submit()
+        check(isinstance(killed.exception(), LaunchError), "a launch whose agent is killed fails")
+        check(after.result() == [1.0], "the launch that waited for its device has 90% of it, once its lease is over")
 
 
 # Tensors that travel

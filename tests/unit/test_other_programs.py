@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -14,29 +12,9 @@ from mlaunch import launcher
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.leases.caller import other_programs, requests
 from mlaunch.protocol.messages.launch_messages import Ready
+from tests import nvml
 from tests.conftest import TORCH
-from tests.integration.libraries import needs
 
-NVML = """
-#include <stdlib.h>
-#include <string.h>
-static int begin(void) { return getenv("NO_DRIVER") ? 9 : 0; }
-int nvmlInit_v2(void) { return begin(); }
-int nvmlInitWithFlags(unsigned flags) { return begin(); }
-int nvmlShutdown(void) { return 0; }
-const char *nvmlErrorString(int code) { return "Driver Not Loaded"; }
-int nvmlDeviceGetHandleByUUID(const char *uuid, void **device) { *device = strdup(uuid); return 0; }
-static int processes(const char *variable, const char *uuid, unsigned *count, void *infos) {
-    const char *busy = getenv(variable);
-    unsigned there = busy && strstr(busy, uuid), room = *count;
-    *count = there;
-    if (there > room) return 7;
-    if (there) memset(infos, 0, 24);
-    return 0;
-}
-int nvmlDeviceGetComputeRunningProcesses_v3(void *d, unsigned *n, void *i) { return processes("COMPUTES", d, n, i); }
-int nvmlDeviceGetGraphicsRunningProcesses_v3(void *d, unsigned *n, void *i) { return processes("DRAWS", d, n, i); }
-"""
 SCRIPT = """
 import ctypes, os, sys
 ctypes.CDLL(os.environ["NVML"])  # now the loader knows the name by which the package asks for it
@@ -58,38 +36,36 @@ acquisition.close()
 
 
 @pytest.fixture
-def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    needs("pynvml")
-    if shutil.which("cc") is None:
-        pytest.skip("there is no C compiler")
-    path = tmp_path / "nvml.so"
-    build = ["cc", "-shared", "-fPIC", "-w", "-Wl,-soname,libnvidia-ml.so.1", "-x", "c", "-", "-o", str(path)]
-    subprocess.run(build, input=NVML.encode(), check=True)
-    monkeypatch.setenv("NVML", str(path))
+def listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which the library finds what it lists."""
+    monkeypatch.setenv("NVML", str(nvml.build(tmp_path)))
+    monkeypatch.setenv("NVML_LISTED", str(tmp_path))
     monkeypatch.setenv("LEASES", str(tmp_path / "leases"))
+    return tmp_path
 
 
-@pytest.mark.usefixtures("library")
 def test_devices_without_processes_are_taken_first(
-    run_script: Callable[..., CompletedProcess[str]], monkeypatch: pytest.MonkeyPatch
+    listed: Path, run_script: Callable[..., CompletedProcess[str]]
 ) -> None:
     assert run_script(SCRIPT).stdout == "GPU-a GPU-b [0, 1]\n"
-    monkeypatch.setenv("COMPUTES", "GPU-a MIG-c")
+    (listed / "compute").write_text("GPU-a 1 0\nMIG-c 1 0\n")
     assert run_script(SCRIPT).stdout == "GPU-b GPU-d [1, 3]\n"
-    monkeypatch.setenv("DRAWS", "GPU-d")  # then there are too few, and any will do
+    (listed / "graphics").write_text("GPU-d 1 0\n")  # then there are too few, and any will do
     assert run_script(SCRIPT).stdout == "GPU-b GPU-a [1, 0]\n"
 
 
-@pytest.mark.usefixtures("library")
-def test_without_a_driver_any_devices_are_taken(
-    run_script: Callable[..., CompletedProcess[str]], monkeypatch: pytest.MonkeyPatch
+def test_without_a_driver_that_can_be_asked_any_devices_are_taken(
+    listed: Path, run_script: Callable[..., CompletedProcess[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("NO_DRIVER", "1")
-    done = run_script(SCRIPT)
-    assert done.stdout == "GPU-a GPU-b [0, 1]\n"
-    assert (
-        "train() takes any devices that are free, idle or not: NVIDIA's library says: Driver Not Loaded" in done.stderr
-    )
+    taken = "train() takes any devices that are free, idle or not: NVIDIA's library says: "
+    with monkeypatch.context() as patch:
+        patch.setenv("NO_DRIVER", "1")
+        without = run_script(SCRIPT)
+    nvml.build(listed, "-DOLD")
+    old = run_script(SCRIPT)
+    assert (without.stdout, old.stdout) == ("GPU-a GPU-b [0, 1]\n", "GPU-a GPU-b [0, 1]\n")
+    assert taken + "Driver Not Loaded" in without.stderr
+    assert taken + "Unversioned function called" in old.stderr
 
 
 class OfOneKind:

@@ -45,10 +45,14 @@ class Wish:
 
 @dataclass
 class DeviceLease:
-    """Devices that are this launch's while one process holds the descriptors."""
+    """Devices that are this launch's while one process holds the descriptors.
+
+    ``before``: by device, who had it last, as that one has said; without those that nobody has had.
+    """
 
     names: tuple[str, ...]
     fds: list[int] = field(default_factory=list)
+    before: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def close(self) -> None:
         """Lets go of it in this process; others may hold it."""
@@ -197,7 +201,9 @@ class Acquisition:
             return None
         # All of them or none, under the lock: two that took theirs one by one would wait for each other.
         # With the directory itself, whose lock keeps systemd-tmpfiles from removing it while ranks run for days.
-        lease = DeviceLease(tuple(free[: self._wish.count]), [os.dup(self._site.fd)])
+        names = tuple(free[: self._wish.count])
+        before = {device: said for device in names if (said := self._site.said(file_of(device)))}
+        lease = DeviceLease(names, [os.dup(self._site.fd)], before)
         _open.update(lease.fds)
         try:
             for device in lease.names:

@@ -26,12 +26,13 @@ def idle_first(names: Sequence[str]) -> list[str]:
 
     ``names``: UUIDs, as ``leases`` know devices.
     """
-    with _library() as nvml:
-        return sorted(names, key=lambda name: _is_used(nvml, name))
+    with library() as nvml:
+        return sorted(names, key=lambda name: bool(processes(nvml, name)))
 
 
 @contextlib.contextmanager
-def _library() -> Iterator[Any]:
+def library() -> Iterator[Any]:
+    """Open it, and close it again. NoHintError: it cannot be asked, or not what the block asks."""
     # Asked by the caller: a driver that does not answer would hold up an agent, and with it the end of a launch.
     nvml: Any = importlib.import_module("pynvml")
     try:
@@ -40,10 +41,22 @@ def _library() -> Iterator[Any]:
             yield nvml
         finally:
             nvml.nvmlShutdown()
-    except nvml.NVMLError as error:
+    except _refusals(nvml) as error:
         raise NoHintError(f"NVIDIA's library says: {error}") from error
 
 
-def _is_used(nvml: Any, name: str) -> bool:
+def processes(nvml: Any, name: str) -> list[Any]:
+    """Return those that the driver lists on a device: ``pid``, and ``usedGpuMemory`` in bytes (None: not told)."""
     device = nvml.nvmlDeviceGetHandleByUUID(name)
-    return bool(nvml.nvmlDeviceGetComputeRunningProcesses(device) or nvml.nvmlDeviceGetGraphicsRunningProcesses(device))
+    listed = [
+        *nvml.nvmlDeviceGetComputeRunningProcesses(device),
+        *nvml.nvmlDeviceGetGraphicsRunningProcesses(device),
+    ]
+    with contextlib.suppress(AttributeError, *_refusals(nvml)):  # an older package, or driver, has no list for MPS
+        listed += nvml.nvmlDeviceGetMPSComputeRunningProcesses(device)
+    return listed
+
+
+def _refusals(nvml: Any) -> tuple[type[Exception], ...]:
+    # The second, which is no NVMLError, is raised where a driver is older than the package.
+    return nvml.NVMLError, getattr(nvml, "NVMLLibraryMismatchError", nvml.NVMLError)

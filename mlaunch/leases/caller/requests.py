@@ -15,7 +15,7 @@ from mlaunch.caller.launch import device_choice
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.core.parts import CallerPart, Delay, Grant, Spell
-from mlaunch.leases.caller import other_programs
+from mlaunch.leases.caller import other_programs, remnants
 from mlaunch.leases.caller.acquisition import Acquisition, DeviceLease, Wish
 from mlaunch.leases.caller.lease_directory import place
 from mlaunch.rank.setup import device
@@ -26,12 +26,16 @@ _PLACE = "place on the CPUs"
 
 @frozen_record
 class LeaseRequest:
-    """What a launch waits for. ``numbers``: of the devices, by name; None: it is a place on the CPUs."""
+    """What a launch waits for.
+
+    ``numbers``: of the devices, by name; None: it is a place on the CPUs. ``runtime``: of the devices ("cuda", "rocm").
+    """
 
     options: Options
     environ: Mapping[str, str]
     wish: Wish
     numbers: Mapping[str, int] | None
+    runtime: str = ""
 
     def begin(self) -> Acquisition:
         """Joins the queue. OSError where there can be no leases."""
@@ -46,6 +50,11 @@ class LeaseRequest:
             except other_programs.NoHintError as error:
                 log.warning("%s takes any devices that are free, idle or not: %s", self.wish.who, error)
         return acquisition.step()
+
+    def memory_back(self, lease: DeviceLease) -> Generator[Delay, None, None]:
+        """Wait until those who had these devices before have no memory there any more, where the driver says that."""
+        if self.runtime == "cuda" and self.numbers is not None and lease.before:
+            yield from remnants.gone(self.wish.who, lease.before, self.numbers)
 
     def granted(self, lease: DeviceLease) -> Grant:
         """Returns the launch as it is with these devices."""
@@ -91,7 +100,9 @@ def request_of(options: Options, server: ForkServer, environ: Mapping[str, str],
                 f"without a lease, or on other devices"
             )
         )
-    return LeaseRequest(options, environ, Wish(left, count, name, held_around(environ)), numbers)
+    ready = server.ready()
+    runtime = ready.runtime or ready.accelerator or ""
+    return LeaseRequest(options, environ, Wish(left, count, name, held_around(environ)), numbers, runtime)
 
 
 def _wanted(
@@ -153,7 +164,7 @@ class DevicesOfACall(CallerPart):
     """The devices that a call has for itself, of this machine's."""
 
     def acquire(self, grant: Grant, server: ForkServer, name: str) -> Generator[Delay, None, Grant]:
-        """Wait until as many as are wanted are free, and it is this call's turn."""
+        """Wait until as many as are wanted are free, and it is this call's turn; then for their memory."""
         request = request_of(grant.options, server, grant.environ, name)
         yield Delay(row=tuple(request.wish.names))
         acquisition = request.begin()
@@ -162,6 +173,11 @@ class DevicesOfACall(CallerPart):
                 yield Delay(request.waits_for(acquisition), acquisition.fds(), acquisition.timeout())
         finally:
             acquisition.close()
+        try:
+            yield from request.memory_back(lease)
+        except BaseException:
+            lease.close()
+            raise
         return request.granted(lease)
 
 

@@ -99,6 +99,12 @@ def _wait(request: requests.LeaseRequest, patience: float) -> DeviceLease:
             interrupts.wait_readable(acquisition.fds(), min(left, acquisition.timeout() or left))
     finally:
         acquisition.close()
+    try:
+        for delay in request.memory_back(lease):
+            interrupts.wait_readable(delay.fds, delay.timeout)
+    except BaseException:
+        lease.close()
+        raise
     return lease
 
 
