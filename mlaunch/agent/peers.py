@@ -73,7 +73,7 @@ class Peers:
             self._over = True
             if self._told:  # after a failure it has nothing more to do
                 return None
-            return RankFailure(None, self._link.pid, "died", subject=_LINK)
+            return RankFailure(None, self._link.pid, "died", subject=_LINK, kind="lost")
         match record:
             case AllGone():
                 self._over = True
@@ -104,7 +104,7 @@ class Peers:
             return None
         self._over = True
         os.kill(link.pid, signal.SIGKILL)  # it is our child and not reaped, so the number is its own
-        return RankFailure(None, link.pid, silence(self._timeout), subject=_LINK)
+        return RankFailure(None, link.pid, silence(self._timeout), subject=_LINK, kind="lost")
 
     def tell(self, failure: RankFailure) -> None:
         """Tells them of the first failure here; of those that follow only our own caller hears."""

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.frozen_record import frozen_record
+
+if TYPE_CHECKING:
+    from mlaunch.base.failure_data import FailedLaunch
 
 
 @frozen_record
@@ -28,6 +32,7 @@ class RankFailure:
         subject: What failed, where that is no rank: another machine, the call there.
         final: Somebody ended the launch, or its time was over: it is not started again.
         late: A deadline was over, of this machine's call or another's.
+        kind: For programs: "raised", "killed", "out_of_memory", ...; ``docs/schema.json`` has them all.
     """
 
     rank: int | None
@@ -45,6 +50,7 @@ class RankFailure:
     subject: str = ""
     final: bool = False
     late: bool = False
+    kind: str = "failed"
 
     @property
     def who(self) -> str:
@@ -60,6 +66,31 @@ class RankFailure:
         pid = f"pid {self.pid}" if self.pid else ""
         return ", ".join(part for part in (host, self.device, pid, while_) if part)
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as programs read it, ready for JSON; ``docs/schema.json`` has the fields (``rank_failure``)."""
+        from mlaunch.base import failure_data  # not needed by most calls
+
+        exception = None
+        if self.type_name:
+            text = self.what.removeprefix(f"raised {self.type_name}").removeprefix(": ")
+            exception = {"type": self.type_name, "text": text}
+        return {
+            "kind": failure_data.known(self.kind),
+            "who": self.who,
+            "what": self.what,
+            "rank": self.rank,
+            "host": self.host or None,
+            "device": self.device or None,
+            "pid": self.pid or None,
+            "phase": self.phase or None,
+            "exception": exception,
+            "exitcode": self.exitcode,
+            "frames": failure_data.named(failure_data.frames_of(self.traceback)),
+            "traceback": self.traceback,
+            "hints": list(self.hints),
+            "consequence": self.consequence,
+        }
+
 
 class LaunchError(RuntimeError):
     """A launch failed.
@@ -73,9 +104,11 @@ class LaunchError(RuntimeError):
         results: What finished ranks had returned, by global rank.
         stacks: The main threads' Python stacks of the ranks that were still at work, by global rank.
         log_dir: Where the ranks' output was written; None where it was not, or they have printed nothing.
+        kind: Of the cause, for programs: "raised", "killed", "out_of_memory", "deadline", "stopped", ...
     """
 
     log_dir: str | None = None
+    launch: FailedLaunch | None = None  # for as_dict(); None: it had none yet
     recorded: Mapping[str, object] | None = None  # what the first rank to fail wrote into its TORCHELASTIC_ERROR_FILE
 
     def __init__(
@@ -89,18 +122,46 @@ class LaunchError(RuntimeError):
         self.failures = tuple(failures)
         self.results = dict(results or {})
         self.stacks = dict(stacks or {})
+        self.kind: str = self.failures[0].kind if self.failures else self._usual_kind
+
+    _usual_kind = "not_started"
 
     def __reduce__(self) -> tuple[object, ...]:
         # pickle's own way would call the class with its message alone, and lose the failures.
-        return type(self), (str(self), self.failures, self.results, self.stacks)
+        known = {"kind": self.kind, "log_dir": self.log_dir, "launch": self.launch}
+        return type(self), (str(self), self.failures, self.results, self.stacks), known
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the failure as programs read it, ready for JSON; ``docs/schema.json`` has the fields (``failure``)."""
+        from mlaunch.base import failure_data
+
+        launch = self.launch or failure_data.FailedLaunch("", "", 0)
+        found = [failure.as_dict() for failure in self.failures]
+        return {
+            **failure_data.of_text(failure_data.known(self.kind), str(self)),
+            "function": launch.name,
+            "launch": launch.launch_id,
+            "restart_count": launch.restart_count,
+            **({name: found[0][name] for name in failure_data.OF_RANK} if found else {}),
+            "failures": found,
+            "others": [failure_data.of_other(other) for other in launch.others],
+            "log_dir": self.log_dir,
+        }
 
 
 class LaunchTimeout(LaunchError):
-    """The deadline of a call passed before its ranks had finished."""
+    """The deadline of a call passed before its ranks had finished.
+
+    Its ``failures`` are the ranks that had not finished: those that held up the others first, which are consequences.
+    """
+
+    _usual_kind = "deadline"
 
 
 class RanksLost(LaunchError):
     """Ranks that stay are gone, and with them what they held."""
+
+    _usual_kind = "lost"
 
 
 def report_of(error: BaseException) -> LaunchError | None:

@@ -59,10 +59,13 @@ def is_outside(rank: Mapping[str, Any]) -> bool:
     return not rank["state"].startswith((_RUNNING, "ended", Phase.IDLE.value, Phase.RETURNED.value))
 
 
-def of_stacks(dumps: Sequence[RankStacks], returned: Iterable[int]) -> list[str]:
-    """Says it of ranks that a deadline has ended; nothing if they wait for nobody, or were not asked."""
+def of_stacks(dumps: Sequence[RankStacks], returned: Iterable[int]) -> tuple[list[str], list[int]]:
+    """Says it of ranks that a deadline has ended, with the ranks that hold up the others.
+
+    Nothing if they wait for nobody, or were not asked.
+    """
     if not any(dump.entered for dump in dumps) or any(dump.entered == Operations() for dump in dumps):
-        return []
+        return [], []
     nothing = dataclasses.asdict(Operations())
     ranks: list[dict[str, Any]] = [
         {"rank": rank, "state": _RETURNED, "frames": [], "entered": nothing} for rank in returned
@@ -72,7 +75,8 @@ def of_stacks(dumps: Sequence[RankStacks], returned: Iterable[int]) -> list[str]
         entered = None if dump.entered is None else dataclasses.asdict(dump.entered)
         told = {"state": f"{dump.phase.value}{held}", "frames": main_frames(dump.text), "entered": entered}
         ranks.append({"rank": dump.rank, **told})
-    return [said] if not (said := why([view_of(rank) for rank in ranks])).startswith(_NOBODY) else []
+    views = [view_of(rank) for rank in ranks]
+    return ([said], waited_for(views)) if not (said := why(views)).startswith(_NOBODY) else ([], [])
 
 
 def view_of(rank: Mapping[str, Any]) -> RankView:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from mlaunch.cli.completion import PrintCompletion, PrintManPage
-from mlaunch.cli.output import note_error
+from mlaunch.cli.output import errors, note_error
 from mlaunch.core import load
 
 STD_HELP = "0 none, 1 stdout, 2 stderr, 3 both, or by local rank: 0:3,1:2"
@@ -70,6 +70,7 @@ class Flags(argparse.ArgumentParser):
         """Read the flags before the script; what follows it is the script's, whatever it looks like."""
         # argparse compares all words with the flags, those of REMAINDER, too: a script's --r=16 is ambiguous to it.
         end = self._place_of_script(args) + 1
+        errors.begin(_given("--error-file", args[:end]))  # which may have to say that these words are wrong
         found: argparse.Namespace = super().parse_args(args[:end], namespace)
         separated = args[end : end + 1] == ["--"]  # which torchrun's script does not get
         found.training_script_args = list(args[end + separated :])
@@ -124,6 +125,15 @@ class Flags(argparse.ArgumentParser):
         if not given.lstrip("-").isdecimal():
             self.error(f"{variable}={given!r} in the environment: allowed: 0 or 1")
         group.add_argument(*_spellings(names), action="store_true", default=bool(int(given)), **more)
+
+
+def _given(name: str, words: Sequence[str]) -> str | None:
+    """Return the value that a flag has in words that are not read yet."""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        flag, has_value, value = word.replace("_", "-").partition("=")[0], "=" in word, word.partition("=")[2]
+        if flag == name and (has_value or following):
+            return value if has_value else following
+    return None
 
 
 def _usage(settings: Mapping[str, Any]) -> str:
@@ -258,4 +268,6 @@ def _add_ending(flags: Flags) -> None:
                        help="for ranks that are asked to stop (default: 300)")  # fmt: skip
     group.add_argument("--stall", default="300", metavar="SECONDS", help="say which rank the others wait for, after so "
                        "long without progress; '60 stop' ends the run; none (default: 300)")  # fmt: skip
+    group.add_argument("--error-file", "--error_file", metavar="FILE", help="if the run fails, write why for programs: "
+                       "JSON, see docs/schema.json")  # fmt: skip
     group.add_argument("--deadline", type=float, metavar="SECONDS", help="for the whole run (default: none)")

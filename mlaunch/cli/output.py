@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import re
 import socket
@@ -11,7 +12,10 @@ import string
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
+from mlaunch.base import failure_data
 from mlaunch.base.exceptions import LaunchError
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.caller.output import files
@@ -19,6 +23,7 @@ from mlaunch.caller.output.output_plan import STREAMS, OutputPlan, Policy
 from mlaunch.cli.checks import UsageError, numbers
 from mlaunch.protocol import error_file
 
+MISUSE, SIGNALLED = 2, 128  # exit statuses; 128 + a signal's number, as a shell tells it
 _PREFIX = "[${role_name}${local_rank}]:"  # torchrun's
 _PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 
@@ -100,17 +105,53 @@ def output_plan(
     return OutputPlan(wishes.policies(size), prefix, directory, by_local_rank=True, merge=False)
 
 
-def fail(text: str, code: int, error: LaunchError | None = None) -> None:
-    """Say why the command fails, to people and to who has started it. ``code``: as of ``note_error``."""
+class ErrorFile:
+    """``--error-file``: why this command failed, for programs; there only if it did. A process is one command."""
+
+    def __init__(self) -> None:
+        self._path: str | None = None
+
+    def begin(self, path: str | None) -> None:
+        """Remove what an earlier run has left there; for a place where no file can be, ``check`` has the words."""
+        self._path = path if path is not None and _may_be_file(path) else None
+        if self._path is not None and os.path.isfile(self._path):
+            os.unlink(self._path)
+
+    def check(self, path: str | None) -> None:
+        if path is not None and not _may_be_file(path):
+            raise UsageError(f"--error-file {path}: allowed: the path of a file, in a directory that is there")
+
+    def write(self, failure: Mapping[str, Any]) -> None:
+        if self._path is not None:
+            try:
+                Path(self._path).write_text(json.dumps(failure, indent=2) + "\n", encoding="utf-8")
+            except OSError as problem:
+                say(f"--error-file {self._path}: {problem}")
+
+
+errors = ErrorFile()
+
+
+def _may_be_file(path: str) -> bool:
+    return os.path.isdir(os.path.dirname(path) or ".") and not os.path.isdir(path)
+
+
+def fail(text: str, code: int, error: LaunchError | None = None, status: int | None = None) -> None:
+    """Say why the command fails, to people and to who has started it; the arguments are as of ``note_error``."""
     say(text)
-    note_error(text, code, error)
+    note_error(text, code, error, status)
 
 
-def note_error(text: str, code: int, error: LaunchError | None = None) -> None:
-    """Write why the command fails, if who has started it asks by ``TORCHELASTIC_ERROR_FILE``.
+def note_error(text: str, code: int, error: LaunchError | None = None, status: int | None = None) -> None:
+    """Write why the command fails, where who has started it asks: ``TORCHELASTIC_ERROR_FILE``, ``--error-file``.
 
-    ``code``: its exit status, or minus the number of the signal that ended it.
+    ``code``: its exit status, or minus the number of the signal that ended it. ``status``: its exit status, if that is
+    another.
     """
+    kind = "misuse" if code == MISUSE else "interrupted" if code < 0 else "not_started"
+    known = failure_data.of_text(kind, text) if error is None else error.as_dict()
+    ends_with = status if status is not None else code if code >= 0 else SIGNALLED - code
+    errors.write({**known, "status": ends_with})
     try:
         error_file.pass_on(text, code, error)
     except OSError as problem:

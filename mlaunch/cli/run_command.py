@@ -23,14 +23,14 @@ from mlaunch.caller.stop_order import StopSignal
 from mlaunch.cli import flags
 from mlaunch.cli.checks import UsageError, behind_the_script
 from mlaunch.cli.job import Job, job_of, with_source
-from mlaunch.cli.output import Wishes, fail, say, wishes_of
+from mlaunch.cli.output import MISUSE, SIGNALLED, Wishes, errors, fail, say, wishes_of
 
 if TYPE_CHECKING:
     import argparse
 
     from mlaunch.engines.engine import Engine
 
-_RAISED, _USAGE, _SIGNALLED = 1, 2, 128  # exit statuses; 128 + a signal's number, as a shell tells it
+_RAISED = 1  # exit status
 
 
 def main(argv: Sequence[str], *, prog: str = "mlaunch run", of_launch: bool = False) -> int:
@@ -42,6 +42,8 @@ def main(argv: Sequence[str], *, prog: str = "mlaunch run", of_launch: bool = Fa
         parser.add_argument("--use-env", "--use_env", action="store_true", default=False, help=help_)
     args = parser.parse_args(argv)
     try:
+        errors.check(args.error_file)
+        errors.begin(args.error_file)
         job, wishes, engine = _job_of(args), wishes_of(args, os.environ), _engine_of(args)
         with _stopping_at(job.signals):
             job = job if args.dry_run else with_source(job)
@@ -51,18 +53,18 @@ def main(argv: Sequence[str], *, prog: str = "mlaunch run", of_launch: bool = Fa
                 return run_there(job, wishes, engine)
             status = _run(job, wishes, dry=args.dry_run)
             # argparse's status, which the script's parser may have ended with for a flag that was meant for us.
-            if status == _USAGE and (flag := behind_the_script(job.args)):
+            if status == MISUSE and (flag := behind_the_script(job.args)):
                 say(f"{flag} comes after {job.target}, which got it: flags of mlaunch run come before the script")
             return status
     except UsageError as error:
-        parser.exit(_USAGE, f"{prog}: {error}\n")
+        parser.exit(MISUSE, f"{prog}: {error}\n")
     except OSError as error:
         rlimits.name_limit(error)
         fail(str(error), _RAISED)
         return _RAISED
     except StopSignal as stop:
         fail("\n".join([f"ended by {stop}", *getattr(stop, "__notes__", [])]), -stop.number)
-        return _SIGNALLED + stop.number
+        return SIGNALLED + stop.number
     finally:
         _let_go_of_streams()
 

@@ -22,7 +22,7 @@ from mlaunch.caller.stop_order import StopOrder
 from mlaunch.cli.checks import UsageError
 from mlaunch.cli.job import Job
 from mlaunch.cli.job_spec import spec_of
-from mlaunch.cli.output import Wishes, directory_of, fail, output_plan, say
+from mlaunch.cli.output import SIGNALLED, Wishes, directory_of, fail, output_plan, say
 from mlaunch.core.load import CallerParts, as_flag
 from mlaunch.rank.setup import device
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mlaunch.engines.engine import Engine
 
 Attempts = Callable[[StopOrder, CallerParts], Ended]  # all of a job; how the last one ended
-_RAISED, _TIMED_OUT, _SIGNALLED = 1, 124, 128  # exit statuses; 128 + a signal's number, as a shell tells it
+_RAISED, _TIMED_OUT = 1, 124  # exit statuses
 
 
 def describe_here(job: Job, server: ForkServer | None, environ: dict[str, str]) -> int:
@@ -189,10 +189,8 @@ def _say_threads(size: int, environ: Mapping[str, str]) -> None:
 
 def _fail(error: LaunchError, status: int | None = None) -> int:
     """Says how the launch failed; returns the exit status, which is the failed rank's if none is given."""
-    fail(str(error), _RAISED if status is None else status, error)
-    if status is not None:
-        return status
     code = error.failures[0].exitcode if error.failures else None
-    if code is None:
-        return _RAISED
-    return code if code > 0 else _SIGNALLED - code
+    usual = _RAISED if code is None else code if code > 0 else SIGNALLED - code
+    ends_with = usual if status is None else status
+    fail(str(error), _RAISED if status is None else status, error, ends_with)
+    return ends_with

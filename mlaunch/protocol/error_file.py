@@ -117,5 +117,6 @@ def pass_on(text: str, code: int, error: LaunchError | None = None) -> None:
     if error is not None and error.failures:
         cause = error.failures[0]
         code = code if cause.exitcode is None else cause.exitcode
-        known = error.recorded or new_record(text.partition("\n")[0], cause.traceback or text)
+        where = "" if cause.late else cause.traceback  # of a stack that was asked for, the text says more
+        known = error.recorded or new_record(text.partition("\n")[0], where or text)
     write(path, known, code)

@@ -11,6 +11,10 @@ from mlaunch.base.exceptions import RankFailure, describe_exit
 from mlaunch.base.text import name_some_ranks
 from mlaunch.protocol.messages.launch_messages import AnswerKind, Cancel, RankAnswered, RankGone, RemoteError
 
+_OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError")
+_NO_MEMORY = "DefaultCPUAllocator: "  # torch's RuntimeError where the host has none left
+OOM_COUNTER = "oom_kill counter"  # of a cgroup, in the words of a hint
+
 
 def from_answer(answered: RankAnswered, remote: RemoteError) -> RankFailure:
     """Describes a rank that raised, or returned what cannot be pickled."""
@@ -26,7 +30,13 @@ def from_answer(answered: RankAnswered, remote: RemoteError) -> RankFailure:
         traceback="" if unpicklable else remote.traceback,
         consequence=answered.consequence,
         at=answered.at,
+        kind="not_picklable" if unpicklable else _kind_of_raised(remote),
     )
+
+
+def _kind_of_raised(remote: RemoteError) -> str:
+    lacks_memory = remote.type_name.endswith(_OUT_OF_MEMORY) or _NO_MEMORY in remote.message
+    return "out_of_memory" if lacks_memory else "raised"
 
 
 def _raised(remote: RemoteError) -> str:
@@ -47,11 +57,18 @@ def from_exit(gone: RankGone, device: str = "", crash: str = "", host: str = "")
         traceback=crash,
         at=gone.at,
         hints=gone.hints,
+        kind=_kind_of_end(gone),
     )
 
 
+def _kind_of_end(gone: RankGone) -> str:
+    if any(OOM_COUNTER in hint for hint in gone.hints):
+        return "out_of_memory"
+    return "killed" if gone.exitcode < 0 else "exited"
+
+
 def from_server(pid: int, exitcode: int, at: float) -> RankFailure:
-    return RankFailure(None, pid, describe_exit(exitcode), exitcode=exitcode, at=at)
+    return RankFailure(None, pid, describe_exit(exitcode), exitcode=exitcode, at=at, kind="lost")
 
 
 def from_cancel(by_launcher: bool, cancel: Cancel | None, ranks: Sequence[int] = ()) -> RankFailure:
@@ -59,38 +76,44 @@ def from_cancel(by_launcher: bool, cancel: Cancel | None, ranks: Sequence[int] =
     if cancel is not None:
         ended = cancel.by not in {0, signal.SIGINT}
         what = f"was ended by {signal.Signals(cancel.by).name}" if ended else "was interrupted"
-        return _of_host("the call", what, ranks, final=True)
-    return _of_host("the calling process" if by_launcher else "the fork server", "is gone", ranks, final=False)
+        return _of_host("the call", what, ranks, final=True, kind="interrupted")
+    who = "the calling process" if by_launcher else "the fork server"
+    return _of_host(who, "is gone", ranks, final=False, kind="lost")
 
 
 def from_deadline(seconds: float | None) -> RankFailure:
-    return replace(_of_host("the call", f"passed its deadline of {seconds:g} s", final=True), late=True)
+    what = f"passed its deadline of {seconds:g} s"
+    return replace(_of_host("the call", what, final=True, kind="deadline"), late=True)
 
 
 def from_stop(pid: int, command: str = "mlaunch stop") -> RankFailure:
     """Describes that somebody ended the launch from elsewhere; ``pid``: whose ``command`` it was."""
-    return RankFailure(None, 0, f"was ended by {command} (pid {pid})", host=_host(), subject="the run", final=True)
+    return _of_run(f"was ended by {command} (pid {pid})", "stopped")
 
 
 def from_overdue_stop(what: str) -> RankFailure:
     """Describes that ranks were asked to stop, and have not in time. ``what``: "did not stop within ..."."""
-    return RankFailure(None, 0, what, host=_host(), subject="the run", final=True)
+    return _of_run(what, "stop_overdue")
 
 
 def from_stall(what: str) -> RankFailure:
     """Describes that ranks have got nowhere. ``what``: "made no progress for ...". Another attempt may."""
-    return RankFailure(None, 0, what, host=_host(), subject="the run")
+    return _of_run(what, "stalled", final=False)
 
 
 def from_debugger(rank: int, place: str) -> RankFailure:
     """Describes that the user has ended the launch at the prompt of a rank's debugger."""
     what = f"was ended from the debugger: q, or the end of input, at the prompt of rank {rank} ({place})"
-    return RankFailure(None, 0, what, host=_host(), subject="the run", final=True)
+    return _of_run(what, "stopped")
 
 
-def _of_host(who: str, what: str, ranks: Sequence[int] = (), *, final: bool) -> RankFailure:
+def _of_run(what: str, kind: str, *, final: bool = True) -> RankFailure:
+    return RankFailure(None, 0, what, host=_host(), subject="the run", final=final, kind=kind)
+
+
+def _of_host(who: str, what: str, ranks: Sequence[int] = (), *, final: bool, kind: str) -> RankFailure:
     here = f" ({name_some_ranks(ranks)})" if ranks else ""
-    return RankFailure(None, 0, what, host=_host(), subject=f"{who} on host {_host()}{here}", final=final)
+    return RankFailure(None, 0, what, host=_host(), subject=f"{who} on host {_host()}{here}", final=final, kind=kind)
 
 
 def _host() -> str:

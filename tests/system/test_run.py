@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests import builds, launches
+from tests import builds, launches, schema
 from tests.imported import IMPORTED
 from tests.processes import alive, descendants
 from tests.system.commands import FRESH, MLAUNCH, environment, run, start, write
@@ -139,8 +139,15 @@ def test_as_torch_distributed_launch(tmp_path: Path) -> None:
 )
 def test_how_it_ends(tmp_path: Path, how: str, status: int, words: str) -> None:
     script = FAIL if how != "0" else FAIL.replace("dist.barrier()", "")
-    done = run(tmp_path, *PAIR, write(tmp_path, script), how)
+    (tmp_path / "why.json").write_text("what an earlier run has left")
+    done = run(tmp_path, *PAIR, "--error-file", "why.json", write(tmp_path, script), how)
     assert done.returncode == status, done.stderr
+    assert (tmp_path / "why.json").exists() == bool(status)
+    if status:
+        why = json.loads((tmp_path / "why.json").read_text())
+        schema.check(why, "failure")
+        kind = "raised" if how == "raise" else "exited" if how in {"text", "3"} else "killed"
+        assert (why["kind"], why["status"], why["rank"], why["function"]) == (kind, status, 1, "train.py")
     assert done.stderr.count("ValueError: no such luck") == (2 if how == "raise" else 0)  # first line and traceback
     lines = done.stderr.splitlines()
     said = next((index for index, line in enumerate(lines) if line.startswith("mlaunch:")), 0)
@@ -612,6 +619,8 @@ def test_binding_to_numa_nodes_is_torchs(tmp_path: Path) -> None:
         (["--signals-to-handle", "SIGKILL", "x.py"], "--signals-to-handle SIGKILL: no signal of this name can be "
          "handled\n"),
         (["--numa-binding", "near", "x.py"], "--numa-binding near: allowed: node, socket, exclusive, core-complex\n"),
+        (["--error-file", "nowhere/why.json", "x.py"], "--error-file nowhere/why.json: allowed: the path of a file, in "
+         "a directory that is there\n"),
         (["--redirects", "4", "x.py"], "--redirects 4: allowed: 0, 1, 2 or 3, or one of them for each of some local "
          "ranks: 0:3,1:2\n"),
         (["--standalone", "--nnodes", "2", "x.py"], "--standalone with --nnodes 2: it is for one machine\n"),
@@ -628,7 +637,10 @@ def test_a_wrong_command_line(
     write(tmp_path, " \n", "empty")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     with pytest.raises(SystemExit) as caught:
-        launches.command("run", *args)
+        launches.command("run", "--error-file", "why.json", *args)
+    why = json.loads((tmp_path / "why.json").read_text())
+    schema.check(why, "failure")
+    assert (why["kind"], why["text"], why["status"]) == ("misuse", f"mlaunch run: {words.rstrip()}", 2)
     assert (caught.value.code, capsys.readouterr().err) == (2, f"mlaunch run: {words}")
     message = json.loads((tmp_path / "error.json").read_text())["message"]
     assert (message["message"], message["errorCode"]) == (f"mlaunch run: {words.rstrip()}", 2)

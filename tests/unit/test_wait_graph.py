@@ -168,9 +168,13 @@ def test_a_rank_that_has_returned_holds_up_the_others() -> None:
         'barrier\n  File "/home/me/train.py", line 21 in train\n  File "' + BOTTOM + '", line 3 in live\n'
     )
     waits = RankStacks(0, Phase.RUNNING, "", stack, Operations((GroupNumbers("0 cpu", (0, 1), 3),)))
-    assert of_stacks([waits], [1]) == ["rank 1 has returned (rank 0 waits for it, in barrier at train.py:21)"]
-    assert of_stacks([RankStacks(0, Phase.RUNNING, "", stack)], [1]) == []  # nobody has asked
-    assert of_stacks([waits, RankStacks(1, Phase.RUNNING, "", stack, Operations())], []) == []  # too much to be told
+    assert of_stacks([waits], [1]) == (
+        ["rank 1 has returned (rank 0 waits for it, in barrier at train.py:21)"],
+        [1],
+    )
+    assert of_stacks([RankStacks(0, Phase.RUNNING, "", stack)], [1]) == ([], [])  # nobody has asked
+    too_much = RankStacks(1, Phase.RUNNING, "", stack, Operations())
+    assert of_stacks([waits, too_much], []) == ([], [])
 
 
 def test_parts_of_one_launch_on_one_machine_are_asked_together() -> None:

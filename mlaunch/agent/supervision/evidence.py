@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mlaunch.base.text import in_bytes
+from mlaunch.protocol.failures import OOM_COUNTER
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _CLOSE = 0.2  # seconds of CPU: by so much may rusage and the kernel's own clock differ
@@ -46,7 +47,7 @@ class Evidence:
         if (risen := self._killed.risen()) <= 0:
             return ()
         return (
-            f"the oom_kill counter of the cgroup ({self._killed.file}) rose by {risen} while this rank ran: "
+            f"the {OOM_COUNTER} of the cgroup ({self._killed.file}) rose by {risen} while this rank ran: "
             f"it was probably killed for lack of memory",
         )
 

@@ -49,7 +49,7 @@ class Outcome:
     failures: list[RankFailure] = field(default_factory=list)
     late_ends: list[RankFailure] = field(default_factory=list)  # of ranks that had answered, which cost no value
     raised: dict[int, RemoteError] = field(default_factory=dict)
-    started: int = 0  # ranks of this machine
+    started: dict[int, RankStarted] = field(default_factory=dict)  # ranks of this machine
     silent: list[int] = field(default_factory=list)  # ranks that ended well without a value
     recorded: dict[int, dict[str, Any]] = field(default_factory=dict)  # what ranks wrote into their error files
     stopped: set[int] = field(default_factory=set)  # ranks that the agent ended or called back
@@ -102,8 +102,8 @@ class Outcome:
             self.spec, launch_id=record.launch_id, rank_start=record.rank_start, world_size=record.world_size
         )
 
-    def _take_rank(self, _record: RankStarted, _fds: Sequence[int]) -> None:
-        self.started += 1
+    def _take_rank(self, record: RankStarted, _fds: Sequence[int]) -> None:
+        self.started[record.rank] = record
 
     def _take_answer(self, record: RankAnswered, fds: Sequence[int]) -> None:
         # Not unpickled here: that is user code, for which neither order nor lock of the hearing is made.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import pickle
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout, RankFailure
 from mlaunch.base.frozen_record import frozen_record
@@ -15,10 +16,15 @@ from mlaunch.caller.launch.hints import hints_of, of_value
 from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.output import files
 from mlaunch.caller.report import notebook
-from mlaunch.caller.report.failure_text import FailureText, in_order, meanwhile
+from mlaunch.caller.report.failure_text import FailureText, doing_of, in_order, meanwhile
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.report.user_frames import hide_ours
 from mlaunch.caller.warn import warn_caller
+from mlaunch.protocol.messages.launch_messages import Phase
+from mlaunch.protocol.stack_dump import main_frames, text_of
+
+if TYPE_CHECKING:
+    from mlaunch.base.failure_data import FailedLaunch
 
 
 @frozen_record
@@ -65,11 +71,11 @@ def _raise(outcome: Outcome) -> None:
     reason = reason_of(outcome)
     if outcome.refused is not None:
         kind = LaunchTimeout if outcome.refused.late else LaunchError
-        raise kind(reason)
+        raise _error(outcome, kind, reason, "not_started")
     if outcome.late and (outcome.stopped or outcome.broken):
         _raise_timeout(outcome, reason)
     if reason:
-        raise _error(outcome, LaunchError, reason)
+        raise _error(outcome, LaunchError, reason, "lost")
     if outcome.failures:
         _raise_failure(outcome)
 
@@ -87,9 +93,12 @@ def _values(outcome: Outcome) -> list[Any]:
         try:
             values.append(outcome.values[rank].read() if rank in outcome.values else None)
         except (Exception, SystemExit) as error:  # whatever a __setstate__ may raise
-            raise LaunchError(
+            raise _error(
+                outcome,
+                LaunchError,
                 f"the value that rank {rank} of {spec.name} returned cannot be unpickled here: "
-                f"{type(error).__name__}: {str(error).rstrip('.')}{of_value(error)}"
+                f"{type(error).__name__}: {str(error).rstrip('.')}{of_value(error)}",
+                "not_picklable",
             ) from error
     return values
 
@@ -105,7 +114,8 @@ def _lacks_values(outcome: Outcome, ranks: Sequence[int]) -> LaunchError:
     spec, has = outcome.spec, "values have" if len(ranks) > 1 else "value has"
     what = f"did not finish within its deadline of {spec.deadline:g} s" if outcome.late else "has ended"
     kind = LaunchTimeout if outcome.late else LaunchError
-    return _error(outcome, kind, f"{spec.name} {what}, and the {has} not come of {name_ranks(ranks)}")
+    text = f"{spec.name} {what}, and the {has} not come of {name_ranks(ranks)}"
+    return _error(outcome, kind, text, "" if outcome.late else "lost")
 
 
 def _warn_of_ends(outcome: Outcome) -> None:
@@ -136,7 +146,7 @@ def reason_of(outcome: Outcome) -> str:
 def _who_is_late(outcome: Outcome) -> str:
     silent, spec = list(outcome.stopped - outcome.values.keys()), outcome.spec
     if silent:
-        unstarted = range(spec.rank_start + outcome.started, spec.rank_start + spec.local_world_size)
+        unstarted = range(spec.rank_start + len(outcome.started), spec.rank_start + spec.local_world_size)
         late = f"; {name_ranks(unstarted)} had not been started" if unstarted else ""
         return f"{name_ranks(silent)} had not returned{late}"
     return f"{name_ranks(list(outcome.stopped))} had returned but not ended" if outcome.stopped else outcome.broken
@@ -145,12 +155,35 @@ def _who_is_late(outcome: Outcome) -> str:
 def _raise_timeout(outcome: Outcome, reason: str) -> None:
     from mlaunch.caller import why_text  # not needed by most calls
 
-    lines = [
-        reason,
-        *why_text.of_stacks(list(outcome.stacks.values()), outcome.values),
-        *meanwhile(outcome.doing()),
-    ]
+    said, blamed = why_text.of_stacks(list(outcome.stacks.values()), outcome.values)
+    lines = [reason, *said, *meanwhile(outcome.doing())]
+    outcome.failures = [*_late_ranks(outcome, blamed), *outcome.failures]
     raise _error(outcome, LaunchTimeout, "\n".join(lines))
+
+
+def _late_ranks(outcome: Outcome, blamed: Collection[int]) -> list[RankFailure]:
+    """Return the ranks that had not finished, those that the others waited for first."""
+    spec, late = outcome.spec, outcome.stopped - outcome.values.keys() or outcome.stopped
+    what = f"had not {'ended' if late <= outcome.values.keys() else 'returned'} at the deadline of {spec.deadline:g} s"
+    found = []
+    for rank in sorted(late, key=lambda rank: (rank not in blamed, rank)):
+        dump = outcome.stacks.get(rank)
+        found.append(
+            RankFailure(
+                rank,
+                started.pid if (started := outcome.started.get(rank)) is not None else 0,
+                what,
+                phase=dump.phase.value if dump is not None else "",
+                host=outcome.hosts.get(rank, os.uname().nodename),
+                device=spec.device(rank - spec.rank_start),
+                traceback=text_of(frames) if dump is not None and (frames := main_frames(dump.text)) else "",
+                consequence=bool(blamed) and rank not in blamed,
+                final=True,
+                late=True,
+                kind="deadline",
+            )
+        )
+    return found
 
 
 def _raise_failure(outcome: Outcome) -> None:
@@ -176,13 +209,31 @@ def _raise_failure(outcome: Outcome) -> None:
     raise error from report
 
 
-def _error(outcome: Outcome, kind: type[LaunchError], text: str) -> LaunchError:
+def _error(outcome: Outcome, kind: type[LaunchError], text: str, word: str = "") -> LaunchError:
+    """Make the error of a launch. ``word``: its kind for programs; "": that of the first failure."""
     stacks = {rank: dump.text for rank, dump in outcome.stacks.items() if dump.text}
     error = kind(text, outcome.failures, _results(outcome), stacks)
     error.log_dir = files.kept(outcome.log_dir)
+    error.kind = word or error.kind
+    error.launch = _launch_of(outcome)
     cause = outcome.failures[0].rank if outcome.failures else None
     error.recorded = outcome.recorded.get(cause) if cause is not None else None
     return error
+
+
+def _launch_of(outcome: Outcome) -> FailedLaunch:
+    from mlaunch.base.failure_data import FailedLaunch, OtherRank  # not needed by most calls
+
+    spec, failed = outcome.spec, {failure.rank for failure in outcome.failures}
+    others = [
+        OtherRank(dump.rank, dump.phase.value, doing_of(dump), tuple(main_frames(dump.text)))
+        for dump in outcome.stacks.values()
+        if dump.rank not in failed
+    ]
+    done = {rank: "had returned its value" for rank in outcome.values} | {rank: "had ended" for rank in outcome.silent}
+    known = {*failed, *(other.rank for other in others)}
+    others += [OtherRank(rank, Phase.RETURNED.value, said) for rank, said in done.items() if rank not in known]
+    return FailedLaunch(spec.name, spec.launch_id, spec.restart_count, tuple(sorted(others, key=lambda one: one.rank)))
 
 
 def _with_results(outcome: Outcome, interrupt: BaseException) -> BaseException:

@@ -199,7 +199,7 @@ class KeptHandle(DirectHandle):
         self.spec = spec
         self.history = dataclasses.replace(self.history, begun=self._begun, ready=self._begun)  # the last one's is read
         self._limit(spec)
-        self.outcome = Outcome(spec, plan.directory, started=len(self.history.started))
+        self.outcome = Outcome(spec, plan.directory, started=self.history.started)
         self.relay.turn_to(plan, spec.local_world_size, self.history.board)
 
     def _limit(self, spec: LaunchSpec) -> None:

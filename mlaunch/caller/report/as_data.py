@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from mlaunch.base.failure_data import named
 from mlaunch.base.schema import VERSION
 from mlaunch.caller.why_text import blamed, sentence, view_of
 
@@ -41,12 +42,4 @@ def _rank(told: Mapping[str, Any]) -> dict[str, Any]:
 
 def _with_frames(told: Mapping[str, Any], *, all_threads: bool = False) -> dict[str, Any]:
     text = {"stacks": told.get("stacks", "")} if all_threads else {}
-    return {**_rank(told), "frames": frames(told.get("frames", [])), **text}
-
-
-def frames(found: Iterable[Sequence[Any]]) -> list[dict[str, Any]]:
-    """Return (file, line, function) of frames, by name; a line that is not known is 0."""
-    return [
-        {"file": file, "line": int(line) if str(line).isdigit() else 0, "function": function}
-        for file, line, function in found
-    ]
+    return {**_rank(told), "frames": named(told.get("frames", [])), **text}

@@ -96,12 +96,13 @@ def summarise(dumps: Iterable[RankStacks]) -> list[str]:
     """Returns a line for each group of ranks at the same place: "ranks 0-2, 4 were in barrier at train.py:8"."""
     groups: dict[str, list[int]] = {}
     for dump in dumps:
-        groups.setdefault(_in_words(dump), []).append(dump.rank)
+        groups.setdefault(doing_of(dump), []).append(dump.rank)
     ordered = sorted(groups.items(), key=lambda group: min(group[1]))
     return [f"{name_some_ranks(ranks)} {'was' if len(ranks) == 1 else 'were'} {words}" for words, ranks in ordered]
 
 
-def _in_words(dump: RankStacks) -> str:
+def doing_of(dump: RankStacks) -> str:
+    """Say where a rank was: "in all_reduce at train.py:23", "joining the process group"."""
     frames = main_frames(dump.text)
     if dump.phase not in _IN_USER_CODE:
         return in_phase(dump.phase.value, frames)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from typing import Any
 
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.text import name_ranks
@@ -58,6 +60,16 @@ class LaunchReport(LaunchRecord):
                 f"caller's streams; allowed: 'all', 'rank0' or 'none', which keep its end"
             )
         return self.printed.get(rank, b"").decode(errors="replace")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as programs read it, ready for JSON; ``docs/schema.json`` has the fields (``report``)."""
+        from mlaunch.base.schema import VERSION
+
+        ranks = [dataclasses.asdict(rank) | {"host": rank.host or None} for rank in self.ranks]
+        stopped = None if self.stopped is None else dataclasses.asdict(self.stopped)
+        names = ("host", "seconds", "begun", "restart_count", "world_size", "log_dir")
+        known = {name: getattr(self, name) for name in names}
+        return {"schema": VERSION, "function": self.name, **known, "stopped": stopped, "ranks": ranks}
 
     def _repr_html_(self) -> str:
         from mlaunch.caller.report import timeline

@@ -180,7 +180,7 @@ class MergedAgent:
         fate, words = self._end_of(machine) if not what else ("", "")
         what = what or f"was lost: {fate or 'its member has ended'}"
         hints = tuple(f"it wrote: {line}" for line in last_lines(words))
-        self._fail(RankFailure(None, 0, what, host=machine.host, subject=f"host {machine.host}", hints=hints))
+        self._fail(_lost(what, machine, f"host {machine.host}", hints))
         self._backlog.end(machine.ranks)
         self._send(Cancel())
 
@@ -204,7 +204,7 @@ class MergedAgent:
         elif isinstance(record, Seen):
             self.lookout.take(machine, record.number, content)
         elif isinstance(record, ServerEnded):
-            self._fail(RankFailure(None, 0, record.what, host=machine.host, subject="the fork server"))
+            self._fail(_lost(record.what, machine, "the fork server"))
             self._send(Cancel(), but=machine)
         elif isinstance(record, MachineDone):
             if record.error:
@@ -224,7 +224,7 @@ class MergedAgent:
         elif isinstance(record, Reaped):
             if record.exitcode != 0:
                 who = f"the agent on host {machine.host}"
-                self._fail(RankFailure(None, 0, describe_exit(record.exitcode), host=machine.host, subject=who))
+                self._fail(_lost(describe_exit(record.exitcode), machine, who))
                 self._send(Cancel(), but=machine)  # those that join would wait for it
         elif isinstance(record, Refused):
             self._refuse(record.text, late=record.late)
@@ -262,3 +262,7 @@ class MergedAgent:
 
     def _tell(self, record: AgentSays, fds: Sequence[int] = ()) -> None:
         self._theirs.try_send(record, fds)
+
+
+def _lost(what: str, machine: Machine, who: str, hints: tuple[str, ...] = ()) -> RankFailure:
+    return RankFailure(None, 0, what, host=machine.host, subject=who, hints=hints, kind="lost")

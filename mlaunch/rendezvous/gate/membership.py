@@ -150,6 +150,7 @@ def shortened(failure: RankFailure) -> RankFailure:
         device=printable(failure.device, _DETAIL),
         type_name=printable(failure.type_name, _DETAIL),
         subject=printable(failure.subject, _DETAIL),
+        kind=printable(failure.kind, _DETAIL),
         hints=tuple(printable(hint, _DETAIL) for hint in failure.hints[:_HINTS]),
     )
 

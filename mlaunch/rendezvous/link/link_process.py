@@ -152,7 +152,8 @@ class LinkProcess:
             return
         who = f"the master at {self._cluster.master_ip}, port {self._cluster.port},"
         here = self._join.rank_start == 0  # then it is the consequence of what ended the gate's process
-        self._agent.try_send(RankFailure(None, 0, f"was lost: {why}", subject=who, consequence=here, hints=(*hints,)))
+        failure = RankFailure(None, 0, f"was lost: {why}", subject=who, consequence=here, hints=(*hints,), kind="lost")
+        self._agent.try_send(failure)
 
     async def _beat(self) -> None:
         """Shows agent and gate that this process lives."""
@@ -195,7 +196,7 @@ class LinkProcess:
                 return
             self._failed, host = True, socket.gethostname()
             who = f"the connection of host {host}'s ranks to the store"
-            failure = RankFailure(None, 0, f"broke: {error}", host=host, subject=who)
+            failure = RankFailure(None, 0, f"broke: {error}", host=host, subject=who, kind="lost")
             self._post({"failure": asdict(failure)})
             self._agent.try_send(failure)
 
