@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from mlaunch.base.exceptions import LaunchError, LaunchTimeout, RankFailure, RanksLost
     from mlaunch.caller.detectron2 import launch
     from mlaunch.caller.launcher import launcher
-    from mlaunch.caller.many.run_future import Run
-    from mlaunch.caller.many.sweep import Sweep
     from mlaunch.caller.ranks.held import Held, scatter
     from mlaunch.caller.ranks.ranks import Ranks
     from mlaunch.caller.report.launch_report import LaunchReport
@@ -54,6 +52,8 @@ if TYPE_CHECKING:
     from mlaunch.rank.stop_point import stopping
     from mlaunch.rendezvous.client import Client
     from mlaunch.rendezvous.server import Server
+    from mlaunch.sweeps.caller.run_future import Run
+    from mlaunch.sweeps.caller.sweep import Sweep
 
 _NAMES = {
     "mlaunch.caller.launcher": "launcher",
@@ -61,8 +61,8 @@ _NAMES = {
     "mlaunch.caller.ranks.held": "Held scatter",
     "mlaunch.caller.ranks.ranks": "Ranks",
     "mlaunch.caller.detectron2": "launch",
-    "mlaunch.caller.many.run_future": "Run",
-    "mlaunch.caller.many.sweep": "Sweep",
+    "mlaunch.sweeps.caller.run_future": "Run",
+    "mlaunch.sweeps.caller.sweep": "Sweep",
     "mlaunch.collectives.groups": "WORLD Group bcast_list_ get_backend get_client get_local_device_id "
     "get_py_server_addr get_rank get_world_size group_barrier is_distributed make_allreduce_cb new_group "
     "override_backend synchronized",

@@ -47,7 +47,6 @@ def _wants_profile(given: Mapping[str, Any]) -> bool:
 FEATURES = (
     Feature("cells", (), _never),
     Feature("leases", ("lease", "concurrent"), _wants_lease, waits=True),
-    Feature("pytest", (), _never),
     Feature(
         "profile",
         ("profile", "profile_steps", "profile_ranks"),
@@ -55,6 +54,8 @@ FEATURES = (
         one_call="it would have steps of many calls; profile in the function, with torch.profiler",
         instead="torch.profiler in the function",
     ),
+    Feature("pytest", (), _never),
+    Feature("sweeps", (), _never),
 )
 OPTIONS = frozenset(name for feature in FEATURES for name in feature.options)
 

@@ -493,7 +493,7 @@ def show_progress_at(patch: pytest.MonkeyPatch, place: Callable[..., Any]) -> No
 
 def show_sweeps_at(patch: pytest.MonkeyPatch, place: Callable[..., Any]) -> None:
     """The same, for sweeps."""
-    patch.setattr("mlaunch.caller.many.sweep.area", place)
+    patch.setattr("mlaunch.sweeps.caller.sweep.area", place)
 
 
 def display_area(*, blocks: bool = True) -> Any:
@@ -523,12 +523,12 @@ def content_of(error: BaseException) -> dict[str, Any]:
 
 def read_trials(path: Path) -> None:
     """Read the file of ``resume=``."""
-    import_module("mlaunch.caller.many.trial_file").TrialFile(path, "train()", len).look_up([])
+    import_module("mlaunch.sweeps.caller.trial_file").TrialFile(path, "train()", len).look_up([])
 
 
 def table_text(sweep: Sweep[Any], most: int) -> str:
     """A sweep's table of at most so many rows."""
-    return import_module("mlaunch.caller.many.sweep_table").text([*sweep], most)
+    return import_module("mlaunch.sweeps.caller.sweep_table").text([*sweep], most)
 
 
 def ask_anywhere(patch: pytest.MonkeyPatch) -> None:

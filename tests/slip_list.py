@@ -238,7 +238,7 @@ SLIPS = (
     Slip(
         "sweeps",
         "retry_forgets_the_failure",
-        "caller/many/sweep.py",
+        "sweeps/caller/sweep.py",
         "            if self._failed not in self._trials:\n                self._failed = None\n",
         "",
         (
@@ -251,7 +251,7 @@ SLIPS = (
     Slip(
         "sweeps",
         "a_torn_line",
-        "caller/many/trial_file.py",
+        "sweeps/caller/trial_file.py",
         "                os.ftruncate(self._fd, size)  # what follows would be the end of a torn line\n",
         "                pass\n",
         ("unit/test_trial_file.py",),
@@ -260,7 +260,7 @@ SLIPS = (
     Slip(
         "sweeps",
         "file_in_a_fork",
-        "caller/many/trial_file.py",
+        "sweeps/caller/trial_file.py",
         "        close_in_forks(self)  # which would keep it locked\n",
         "",
         ("contract/test_sweeps.py::test_a_fork_beside_a_sweep",),
@@ -269,7 +269,7 @@ SLIPS = (
     Slip(
         "sweeps",
         "file_is_closed",
-        "caller/many/sweep.py",
+        "sweeps/caller/sweep.py",
         "                if len(self._ended) == len(self._trials) and self._plan.file is not None:\n"
         "                    self._plan.file.close()\n",
         "",
@@ -282,7 +282,7 @@ SLIPS = (
     Slip(
         "sweeps",
         "loop_in_a_fork",
-        "caller/many/loop.py",
+        "sweeps/caller/launch_loop.py",
         "in_forks(loop.forget)\n",
         "",
         ("unit/test_sweep_parts.py::test_a_fork_drives_its_own_submitted_calls",),
@@ -291,7 +291,7 @@ SLIPS = (
     Slip(
         "sweeps",
         "next_in_the_row",
-        "caller/many/course.py",
+        "sweeps/caller/submitted_call.py",
         "            if row:\n                row[0].notify()\n",
         "",
         ("contract/test_submit.py::test_submitted_calls_of_one_place_take_turns",),
@@ -300,7 +300,7 @@ SLIPS = (
     Slip(
         "sweeps",
         "the_others_end_with_a_failure",
-        "caller/many/sweep.py",
+        "sweeps/caller/sweep.py",
         "                other.ask_to_cancel()\n",
         "                pass\n",
         ("contract/test_sweeps.py::test_the_first_failure_ends_the_others",),

@@ -5,23 +5,28 @@ from __future__ import annotations
 import functools
 import inspect
 import multiprocessing.reduction
+import os
 import sys
 import types
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
 from mlaunch.base.misuse import hides_our_frames
 from mlaunch.caller import arguments, nesting, ways
 from mlaunch.caller.call_log import CallLog
-from mlaunch.caller.many.submitting import Submitting
 from mlaunch.caller.options import option_text
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.report.user_frames import hide_ours, without_ours
+from mlaunch.core import load
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from mlaunch.caller.options.option_types import AllOptions, KeywordOptions
+    from mlaunch.caller.report.launch_report import LaunchReport
+    from mlaunch.sweeps.caller.methods import ManyCalls
+    from mlaunch.sweeps.caller.run_future import Run
+    from mlaunch.sweeps.caller.sweep import Sweep
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -29,7 +34,7 @@ R = TypeVar("R")
 S = TypeVar("S")
 
 
-class launcher(Submitting[P, R]):
+class launcher(Generic[P, R]):
     """Runs the decorated function once per device, each in its own process, inside an initialised process group.
 
     Usable bare (``@launcher``), with options (``@launcher(n_gpus=4)``) and on methods. Nothing starts when a
@@ -62,6 +67,10 @@ class launcher(Submitting[P, R]):
     """
 
     __wrapped__: Callable[P, R]
+    _function: Callable[P, R]
+    _options: Options
+    _bound: tuple[Any, ...]  # the instance of a method, else empty
+    _calls: CallLog  # shared with the copies that ``options`` and methods make
     __signature__: ClassVar[option_text.SignatureOfClass]
 
     @overload
@@ -113,6 +122,86 @@ class launcher(Submitting[P, R]):
             if not hides_our_frames(error):
                 raise
             raise without_ours(error) from error.__cause__
+
+    @property
+    def _name(self) -> str:
+        return str(getattr(self._function, "__qualname__", type(self._function).__qualname__))
+
+    @property
+    def last(self) -> LaunchReport | None:
+        """The report of the latest call; None before the first."""
+        return self._calls.reports[-1] if self._calls.reports else None
+
+    @property
+    def history(self) -> tuple[LaunchReport, ...]:
+        """The reports of the latest 20 calls, the latest last."""
+        return tuple(self._calls.reports)
+
+    # Calls that return before the ranks do
+
+    def submit(self, /, *args: P.args, **kwargs: P.kwargs) -> Run:
+        """Begins a call without waiting for it: returns its ``Run``, a Future of the list of values."""
+        __tracebackhide__ = True
+        return self._many("submit").submit(*args, **kwargs)
+
+    def map(
+        self,
+        *iterables: Iterable[Any],
+        devices: Sequence[int] | None = None,
+        retries: int | None = None,
+        return_exceptions: bool = False,
+        resume: str | os.PathLike[str] | None = None,
+    ) -> Sweep:
+        """Begins a call for each value, or for each tuple of values of several iterables, as the builtin does.
+
+        The calls wait for devices of their own (``lease``), so as many run at a time as there are devices for. The
+        option ``deadline`` limits each of them: ``train.options(deadline=600).map(rates)``.
+
+        Args:
+            *iterables: The values of the first argument, of the second, and so on.
+            devices: The option of that name: ``n_gpus`` of these for each call. None: as the options say, or any.
+            retries: How often a call is started again that has failed; the option ``max_restarts``.
+            return_exceptions: Goes on after a failure, and gives exceptions in the place of values. Otherwise the first
+                failure ends all calls.
+            resume: A file with a line for each call that is done. Those that stand there already are not run again.
+
+        Raises:
+            TypeError: The function does not take such arguments.
+            ValueError: An option that goes with blocking calls alone; a file of something else.
+            OSError: The file cannot be read, or may hold what others have written.
+        """
+        __tracebackhide__ = True
+        settings: dict[str, Any] = {"devices": devices, "retries": retries, "return_exceptions": return_exceptions}
+        return self._many("map").map(*iterables, resume=resume, **settings)
+
+    def grid(
+        self,
+        /,
+        *,
+        devices: Sequence[int] | None = None,
+        retries: int | None = None,
+        return_exceptions: bool = False,
+        resume: str | os.PathLike[str] | None = None,
+        **values: Iterable[Any],
+    ) -> Sweep:
+        """Begins a call for each combination of the arguments' values: ``train.grid(lr=[0.1, 0.01], seed=range(3))``.
+
+        The last argument changes fastest. Else as ``map``, to which belongs a function whose parameters have the names
+        of what stands here before ``values``.
+
+        Raises:
+            TypeError: The function does not take such arguments, or a value is no list of values.
+            ValueError: There is no combination, or an option goes with blocking calls alone.
+        """
+        __tracebackhide__ = True
+        settings: dict[str, Any] = {"devices": devices, "retries": retries, "return_exceptions": return_exceptions}
+        return self._many("grid").grid(self.grid, values, resume=resume, **settings)
+
+    def _many(self, method: str) -> ManyCalls:
+        __tracebackhide__ = True
+        room = load.room("sweeps", "caller", f"{self._name}.{method}()")
+        made: ManyCalls = room.ManyCalls(self._function, self._bound, self._options, self._name, self._calls)
+        return made
 
     def why(self) -> str:
         """Says which rank the others wait for, of a call that another thread has made; "" if none runs."""
@@ -200,7 +289,7 @@ multiprocessing.reduction.ForkingPickler.register(launcher, _reduce_for_a_pool)
 launcher.__doc__ = option_text.with_options(launcher.__doc__)
 launcher.__signature__ = option_text.SignatureOfClass(option_text.signature_of_launcher())
 vars(launcher)["options"].__signature__ = option_text.signature_of_changes()
-_OWN_NAMES = frozenset({*dir(launcher), *launcher.__annotations__, *Submitting.__annotations__})
+_OWN_NAMES = frozenset({*dir(launcher), *launcher.__annotations__})
 
 
 class _Decorator(Protocol):

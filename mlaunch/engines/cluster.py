@@ -18,8 +18,6 @@ from mlaunch.base.fds import renewed
 from mlaunch.base.misuse import misuse
 from mlaunch.caller.launch.call import TRIES
 from mlaunch.caller.launch.plan import Attempt
-from mlaunch.caller.many.course import Need, Steps, driven, go_on, on_kept, output_of
-from mlaunch.caller.many.run_future import RunCourse
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.output_plan import OutputPlan
 from mlaunch.engines.launch.engine_call import call_on_machines
@@ -37,6 +35,8 @@ if TYPE_CHECKING:
     from mlaunch.caller.launch.settle import Ended
     from mlaunch.caller.ranks.session import RanksLaunch
     from mlaunch.caller.ranks.stay_rules import StayRules
+    from mlaunch.sweeps.caller.run_future import RunCourse
+    from mlaunch.sweeps.caller.submitted_call import Need, Steps
 
 T = TypeVar("T")
 
@@ -102,6 +102,8 @@ class Cluster:
 
         If machines turn out to be lost before anything has run there, others are taken.
         """
+        from mlaunch.sweeps.caller.submitted_call import Need, go_on  # whose calls alone come here
+
         left = TRIES
         while True:
             left -= 1
@@ -247,6 +249,8 @@ class HeldPart(PlacedMachines):
 
     def attempt(self, options: Options, call: Call, name: str, number: Attempt, course: RunCourse) -> Steps:
         """Make one attempt of a submitted call here."""
+        from mlaunch.sweeps.caller.submitted_call import driven, on_kept, output_of
+
         if options.keep is not None:
             own = {"engine": self, "machines": None, "deadline": number.time_left}
             return (yield from on_kept(options.replaced(own), call, course))
@@ -290,6 +294,8 @@ class HeldPart(PlacedMachines):
 
 def _elsewhere(work: Callable[[], T], course: RunCourse) -> Generator[Need, None, T]:
     """Wait for what a thread of the call's own does: the one that drives all launches must not block for seconds."""
+    from mlaunch.sweeps.caller.submitted_call import Need
+
     future = Future[T]()
 
     def run() -> None:

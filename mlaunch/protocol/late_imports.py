@@ -21,8 +21,8 @@ _TORCHS = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp"
 # What a module imports that has functions for ranks and says "from mlaunch import Ranks", say: 80 modules in each rank,
 # for which a call of 2 ranks took 60 ms instead of 26.
 _OURS = (
-    "mlaunch.comm", "mlaunch.collectives.groups", "mlaunch.caller.ranks.ranks", "mlaunch.caller.many.run_future",
-    "mlaunch.caller.many.sweep", "mlaunch.caller.warm_up"
+    "mlaunch.comm", "mlaunch.collectives.groups", "mlaunch.caller.ranks.ranks", "mlaunch.sweeps.caller.run_future",
+    "mlaunch.sweeps.caller.sweep", "mlaunch.caller.warm_up"
 )  # fmt: skip
 NAMES = (*_TORCHS, *_OURS)
 _INDEX = {name: index for index, name in enumerate(NAMES)}

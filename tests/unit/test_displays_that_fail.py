@@ -10,12 +10,12 @@ import pytest
 
 from mlaunch import Ranks, launcher
 from mlaunch.caller.launch import handle
-from mlaunch.caller.many import sweep
 from mlaunch.caller.output import bars, display, harmless, output_plan
 from mlaunch.caller.output.console import Console
 from mlaunch.caller.output.lines import LineSplitter, Tails, WriteTimes
 from mlaunch.caller.output.merging import Merger
 from mlaunch.caller.output.output_plan import LaunchNumber
+from mlaunch.sweeps.caller import sweep
 
 pytest.importorskip("torch", reason="its ranks need torch")
 

@@ -19,7 +19,6 @@ import pytest
 from mlaunch.agent.inspection import Inspection
 from mlaunch.agent.questions import Questions
 from mlaunch.agent.supervision.stack_requests import StackRequests
-from mlaunch.caller.many.reported import ReportLog
 from mlaunch.forkserver import imports
 from mlaunch.protocol import registry, sources
 from mlaunch.protocol.board import Board
@@ -33,6 +32,7 @@ from mlaunch.rendezvous.gate.store_connection import StoreConnection
 from mlaunch.rendezvous.gate.store_keys import StoreKeys
 from mlaunch.rendezvous.gate.torch_protocol import _MAGIC, Asked
 from mlaunch.rendezvous.multiplex import HEAD
+from mlaunch.sweeps.caller.report_log import ReportLog
 from tests.processes import said_in_fork
 from tests.soak import Samples
 

@@ -142,7 +142,7 @@ def test_files_of_features_name_their_process() -> None:
 
 
 # The command is to be a feature, too, and pytest's plugin is one: they come after these.
-USED_BY = {"leases": {"cli", "pytest"}}
+USED_BY = {"leases": {"cli", "pytest"}, "sweeps": {"engines"}}
 
 
 def test_nobody_imports_a_feature_but_itself() -> None:

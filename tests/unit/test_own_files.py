@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from mlaunch.base import own_files
-from mlaunch.caller.many.trial_file import TrialFile, TrialKey
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.files import LogFile, new_directory
 from mlaunch.core.load import as_keyword
@@ -21,6 +20,7 @@ from mlaunch.profile.caller.trace_file import CallTrace
 from mlaunch.profile.rank import StepProfile
 from mlaunch.profile.wire import ProfileOrder, TracePart
 from mlaunch.protocol import error_file, registry, zygote_place
+from mlaunch.sweeps.caller.trial_file import TrialFile, TrialKey
 from tests.another_user import said_by_another_user
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mlaunch.caller.many.loop import loop
-from mlaunch.caller.many.run_future import Run, RunCourse
+from mlaunch.sweeps.caller.launch_loop import loop
+from mlaunch.sweeps.caller.run_future import Run, RunCourse
 
 
 def test_a_run_whose_turn_has_come_is_starting() -> None:

@@ -12,11 +12,11 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from mlaunch.caller.many import run_future, trial_arguments
-from mlaunch.caller.many.course import Need, Steps
-from mlaunch.caller.many.loop import loop
 from mlaunch.caller.output.display import Display
 from mlaunch.caller.output.shared_area import AreaPart, SharedArea
+from mlaunch.sweeps.caller import run_future, trial_arguments
+from mlaunch.sweeps.caller.launch_loop import loop
+from mlaunch.sweeps.caller.submitted_call import Need, Steps
 from tests.processes import wait_until
 from tests.unit.test_output import Place
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from mlaunch import LaunchTimeout
-from mlaunch.caller.many import sweep_table
+from mlaunch.sweeps.caller import sweep_table
 
 
 def test_a_row_says_who_kept_a_trial_that_hung() -> None:

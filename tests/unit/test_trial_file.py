@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from mlaunch import launcher
-from mlaunch.caller.many import identity
-from mlaunch.caller.many.identity import canonical, identity_of
-from mlaunch.caller.many.trial_file import TrialFile, TrialKey, keys_of
+from mlaunch.sweeps.caller import identity
+from mlaunch.sweeps.caller.identity import canonical, identity_of
+from mlaunch.sweeps.caller.trial_file import TrialFile, TrialKey, keys_of
 
 
 def train(lr: float) -> float:

@@ -21,6 +21,7 @@ ASKS = {
     "cells": ("cells on ranks", "mlaunch.Ranks(n_gpus=1).cell('1')"),
     "leases": ("lease=True", CALL.format("lease=True")),
     "profile": ("profile='t'", CALL.format("profile='t'")),
+    "sweeps": ("print.submit()", "mlaunch.launcher(print, 1).submit()"),
 }
 FLAGS = {"leases": "--lease", "profile": "--profile"}
 

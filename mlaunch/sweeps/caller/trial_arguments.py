@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mlaunch.base.misuse import misuse
-from mlaunch.caller.many.identity import says_all_of_itself
+from mlaunch.sweeps.caller.identity import says_all_of_itself
 
 _LONGEST_VALUE = 24  # characters
 _LONGEST = 60

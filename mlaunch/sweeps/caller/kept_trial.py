@@ -12,8 +12,6 @@ from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, cast
 
 from mlaunch.caller.launch.settle import Ended
-from mlaunch.caller.many.reported import ReportLog
-from mlaunch.caller.many.run_future import found_as
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.ranks.keep import on_shared
 from mlaunch.caller.ranks.kept_call import KeptCall, RanksFuture
@@ -21,6 +19,8 @@ from mlaunch.caller.ranks.stop_call import ask_to_stop
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import Context
+from mlaunch.sweeps.caller.report_log import ReportLog
+from mlaunch.sweeps.caller.run_future import found_as
 
 if TYPE_CHECKING:
     from mlaunch.caller.ranks.session import RanksLaunch

@@ -12,15 +12,15 @@ from mlaunch.base.misuse import misuse
 from mlaunch.caller import arguments, nesting
 from mlaunch.caller.launch.plan import context_of
 from mlaunch.caller.launch.settle import Ended
-from mlaunch.caller.many import trial_arguments
-from mlaunch.caller.many.course import attempt_here, steps_of
-from mlaunch.caller.many.loop import loop
-from mlaunch.caller.many.run_future import Run, RunCourse
 from mlaunch.caller.options.launch_options import Options, about
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.features import FEATURES
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import Context
+from mlaunch.sweeps.caller import trial_arguments
+from mlaunch.sweeps.caller.launch_loop import loop
+from mlaunch.sweeps.caller.run_future import Run, RunCourse
+from mlaunch.sweeps.caller.submitted_call import attempt_here, steps_of
 
 _ELSEWHERE = {"max_preemptions": 0, "ranks": None, "start_method": "forkserver"}
 

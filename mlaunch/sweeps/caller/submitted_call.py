@@ -23,8 +23,6 @@ from mlaunch.caller.launch.plan import Attempt, ThisMachine
 from mlaunch.caller.launch.restarts import again, may_be_repeated
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.launch.start import start
-from mlaunch.caller.many.reported import in_words
-from mlaunch.caller.many.run_future import RunCourse, found_as
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.output_plan import OutputPlan, output_plan, place_of, with_directory
 from mlaunch.caller.report.history import History
@@ -34,6 +32,8 @@ from mlaunch.core.load import CallerParts
 from mlaunch.core.parts import Grant
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import LaunchSpec
+from mlaunch.sweeps.caller.report_log import in_words
+from mlaunch.sweeps.caller.run_future import RunCourse, found_as
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def _turn_of(course: RunCourse, row: deque[RunCourse]) -> Generator[Need, None, 
 
 
 def on_kept(options: Options, call: Call, course: RunCourse) -> Steps:
-    from mlaunch.caller.many.kept_trial import KeptTrial  # not needed by most
+    from mlaunch.sweeps.caller.kept_trial import KeptTrial  # not needed by most
 
     trial = KeptTrial(options, dataclasses.replace(call, seed=options.seed), course.surroundings, course.notify)
     course.runs, course.seen_as = True, trial.seen_as

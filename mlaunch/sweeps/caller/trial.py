@@ -12,17 +12,17 @@ from typing import Any, Protocol, cast
 
 from mlaunch.base.fds import renewed
 from mlaunch.caller.launch.settle import Ended
-from mlaunch.caller.many.loop import loop
-from mlaunch.caller.many.run_future import Run, RunCourse
-from mlaunch.caller.many.submit import drive, named
-from mlaunch.caller.many.trial_arguments import given_in_words
-from mlaunch.caller.many.trial_file import TrialKey
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.display import Area
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.report.user_frames import raises_from_caller
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import Context
+from mlaunch.sweeps.caller.launch_loop import loop
+from mlaunch.sweeps.caller.run_future import Run, RunCourse
+from mlaunch.sweeps.caller.submit import drive, named
+from mlaunch.sweeps.caller.trial_arguments import given_in_words
+from mlaunch.sweeps.caller.trial_file import TrialKey
 
 _PRINTED = 4096  # bytes of each rank's output that are kept with a trial: a sweep may have thousands
 

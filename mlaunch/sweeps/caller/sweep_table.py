@@ -9,8 +9,8 @@ from html import escape
 from typing import Any, cast
 
 from mlaunch.base.text import in_seconds, on_a_clock
-from mlaunch.caller.many.trial import Trial
-from mlaunch.caller.many.trial_arguments import in_words, varying_names
+from mlaunch.sweeps.caller.trial import Trial
+from mlaunch.sweeps.caller.trial_arguments import in_words, varying_names
 
 _OVER = ("returned", "failed", "cancelled")
 SHOWN = 60  # rows, where nobody has asked for all

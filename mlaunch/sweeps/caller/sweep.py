@@ -21,19 +21,19 @@ from mlaunch.base.log import log
 from mlaunch.base.misuse import hides_our_frames, misuse
 from mlaunch.caller import arguments, interrupts
 from mlaunch.caller.launch.settle import Ended, add_note
-from mlaunch.caller.many import sweep_table, trial_arguments
-from mlaunch.caller.many.identity import canonical
-from mlaunch.caller.many.loop import loop
-from mlaunch.caller.many.run_future import Run
-from mlaunch.caller.many.submit import surroundings_of
-from mlaunch.caller.many.trial import Trial, TrialPlan, arguments_of
-from mlaunch.caller.many.trial_file import Done, TrialFile, keys_of
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.display import Area, area
 from mlaunch.caller.output.shared_area import AreaPart, SharedArea
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.report.user_frames import raises_from_caller, without_ours
 from mlaunch.protocol.calls import Call
+from mlaunch.sweeps.caller import sweep_table, trial_arguments
+from mlaunch.sweeps.caller.identity import canonical
+from mlaunch.sweeps.caller.launch_loop import loop
+from mlaunch.sweeps.caller.run_future import Run
+from mlaunch.sweeps.caller.submit import surroundings_of
+from mlaunch.sweeps.caller.trial import Trial, TrialPlan, arguments_of
+from mlaunch.sweeps.caller.trial_file import Done, TrialFile, keys_of
 
 
 class Sweep(Sequence[Run]):

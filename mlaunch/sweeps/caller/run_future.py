@@ -16,7 +16,6 @@ from mlaunch.caller import interrupts
 from mlaunch.caller.event_loops import stops_an_event_loop
 from mlaunch.caller.launch.handle import LaunchHandle
 from mlaunch.caller.launch.settle import Ended
-from mlaunch.caller.many.reported import Reported, ReportLog
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.display import Area
 from mlaunch.caller.report.launch_report import LaunchReport
@@ -25,6 +24,7 @@ from mlaunch.caller.report.user_frames import raises_from_caller, without_ours
 from mlaunch.protocol import registry
 from mlaunch.protocol.spec import Context
 from mlaunch.protocol.visitors import STACKS, ask
+from mlaunch.sweeps.caller.report_log import Reported, ReportLog
 
 _STACKS_TIMEOUT = 5.0  # seconds for a launch to tell
 
@@ -216,7 +216,7 @@ def found_as(handle: LaunchHandle) -> tuple[str, int]:
 
 
 class Drives(Protocol):
-    """What drives runs; see ``caller/many/loop.py``."""
+    """What drives runs; see ``sweeps/caller/launch_loop.py``."""
 
     def notify(self) -> None: ...
     def is_here(self) -> bool: ...

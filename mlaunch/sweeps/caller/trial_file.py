@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from mlaunch.base.fds import close_in_forks
 from mlaunch.base.misuse import misuse
-from mlaunch.caller.many.identity import identity_of
 from mlaunch.caller.warn import warn_caller
+from mlaunch.sweeps.caller.identity import identity_of
 
 _KIND = {"kind": "mlaunch sweep"}
 _HEAD = {"kind", "function", "source"}

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from mlaunch.base.fds import in_forks, leave_to_parent
 from mlaunch.base.log import log
 from mlaunch.caller.launch.settle import Ended
-from mlaunch.caller.many.course import Need, Steps
+from mlaunch.sweeps.caller.submitted_call import Need, Steps
 
 THREAD = "mlaunch-runs"
 Tell = Callable[[Ended | BaseException], None]
