@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 
 # In the process that runs tests: what is prepared would be there when things are counted, and so would the processes in
-# which the fork server tries an import; and without uvloop the loops are those of users who have not installed it.
-TURNED_OFF = {"MLAUNCH_PREPARE": "0", "MLAUNCH_UVLOOP": "0"}
+# which the fork server tries an import; and without uvloop the loops are those of users who have not installed it. On
+# terminals of a CI no line changes.
+TURNED_OFF = {"MLAUNCH_PREPARE": "0", "MLAUNCH_UVLOOP": "0", "CI": ""}
 
 
 def users_environ(**changes: str) -> dict[str, str]:

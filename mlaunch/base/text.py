@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -12,6 +13,8 @@ Told = TypeVar("Told")
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 _SHOWN = 20  # runs of ranks
 _END_OF_LINE = 500  # characters
+_ESCAPE = "\x1b"
+_COMMANDS = "\x1b\\[[0-9;:]*m"  # colours and their like
 _GAP = "\n[...]\n"
 
 
@@ -128,6 +131,13 @@ def shown(told: Told) -> Told:
     if isinstance(told, list | tuple):
         return type(told)(map(shown, told))
     return told
+
+
+def without_escapes(text: str) -> str:
+    """Return a text of several lines as a file shall have it: colours are left out, other commands are named."""
+    if _ESCAPE not in text:
+        return text
+    return "".join(letter if letter in "\n\t" else _letter(letter) for letter in re.sub(_COMMANDS, "", text))
 
 
 def _letter(letter: str) -> str:

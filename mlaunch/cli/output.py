@@ -18,6 +18,7 @@ from typing import Any
 from mlaunch.base import failure_data
 from mlaunch.base.exceptions import LaunchError
 from mlaunch.base.frozen_record import frozen_record
+from mlaunch.base.text import without_escapes
 from mlaunch.caller.output import files
 from mlaunch.caller.output.output_plan import STREAMS, OutputPlan, Policy
 from mlaunch.cli.checks import UsageError, numbers
@@ -92,6 +93,13 @@ def directory_of(wishes: Wishes, size: int, run_id: str) -> str | None:
         raise UsageError(f"--log-dir {wishes.log_dir or tempfile.gettempdir()}: {error.strerror}") from None
 
 
+def without_output(wishes: Wishes, size: int) -> str:
+    """Say that no output is kept in the directory that was asked for; "" if it is, or none was."""
+    if wishes.log_dir is None or any(policy.kept for policy in wishes.policies(size).values()):
+        return ""
+    return f"--log-dir {wishes.log_dir} keeps no output without --tee 3 (here, too) or --redirects 3 (there alone)"
+
+
 def output_plan(
     wishes: Wishes, size: int, role: str, directory: str | None, rank_start: Callable[[], int]
 ) -> OutputPlan:
@@ -161,4 +169,5 @@ def note_error(text: str, code: int, error: LaunchError | None = None, status: i
 def say(text: str) -> None:
     """Tells it on stderr."""
     with contextlib.suppress(OSError):
-        print(f"mlaunch: {text}", file=sys.stderr, flush=True)
+        shown = text if sys.stderr is not None and sys.stderr.isatty() else without_escapes(text)
+        print(f"mlaunch: {shown}", file=sys.stderr, flush=True)

@@ -22,7 +22,7 @@ from mlaunch.caller.stop_order import StopOrder
 from mlaunch.cli.checks import UsageError
 from mlaunch.cli.job import Job
 from mlaunch.cli.job_spec import spec_of
-from mlaunch.cli.output import SIGNALLED, Wishes, directory_of, fail, output_plan, say
+from mlaunch.cli.output import SIGNALLED, Wishes, directory_of, fail, output_plan, say, without_output
 from mlaunch.core.load import CallerParts, as_flag
 from mlaunch.rank.setup import device
 
@@ -133,6 +133,8 @@ def _directory(wishes: Wishes, size: int, job: Job) -> str | None:
     directory = directory_of(wishes, size, job.run_id or "run")
     if directory is not None and wishes.log_dir is None:
         say(f"output is kept in {directory}")
+    if said := without_output(wishes, size):
+        say(said)
     return directory
 
 

@@ -17,7 +17,7 @@ import pytest
 from mlaunch import cli
 from mlaunch.caller.options.launch_options import Options, about
 from mlaunch.caller.output.output_plan import Policy
-from mlaunch.cli import flags, run_command, run_job
+from mlaunch.cli import flags, output, run_command, run_job
 from mlaunch.cli.checks import UsageError
 from mlaunch.cli.dry_run import describe
 from mlaunch.cli.job import Job, job_of
@@ -408,3 +408,16 @@ def test_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_first_entry_of_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", ["ours", "base"])
     assert job().path == (__file__.rpartition("/")[0], "base")
+
+
+def test_a_directory_in_which_nothing_would_be_kept() -> None:
+    said = output.without_output(wishes_of(parse("--log-dir", "logs"), {}), 2)
+    assert said == "--log-dir logs keeps no output without --tee 3 (here, too) or --redirects 3 (there alone)"
+    for flags_ in (["--log-dir", "logs", "--tee", "1:3"], []):
+        assert output.without_output(wishes_of(parse(*flags_), {}), 2) == ""
+
+
+def test_words_in_a_pipe_command_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """A user's exception may be in colours, or worse."""
+    output.say("raised ValueError: \x1b[1;31mno\x1b[0m such luck\x1b]0;title\x07\n\tat train.py:3")
+    assert capsys.readouterr().err == ("mlaunch: raised ValueError: no such luck\\x1b]0;title\\x07\n\tat train.py:3\n")

@@ -33,6 +33,20 @@ def test_after_a_stop_lines_are_drawn_below_what_the_shell_has_written(terminal:
     assert signal.getsignal(signal.SIGCONT) == before
 
 
+def test_lines_of_a_log_do_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though a CI's job may have a terminal."""
+    pytest.importorskip("rich", reason="rich is not installed (extra: watch)")
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: True, fileno=lambda: 2))
+    monkeypatch.setattr(display, "is_piped", lambda _fd: False)
+    monkeypatch.setenv("TERM", "xterm")
+    found = []
+    for value in ("true", "1", "false", ""):
+        monkeypatch.setenv("CI", value)
+        found.append(display.area())
+    assert found[:2] == [None, None]
+    assert None not in found[2:]
+
+
 def test_a_handler_of_the_users_for_the_end_of_a_stop_stays(terminal: display.Terminal) -> None:
     found: list[int] = []
     before = signal.signal(signal.SIGCONT, lambda number, _: found.append(number))

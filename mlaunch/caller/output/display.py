@@ -25,6 +25,7 @@ from mlaunch.caller.report import notebook
 
 SILENCE = 2.0  # seconds of a wait that the log does not tell of
 _FIRST_LOOK_DELAY = 0.5  # seconds until the first look: a quick call shows nothing
+_NO_CI = {"", "0", "false", "no"}  # values of the variable CI, which all of the usual services set
 _PERIOD = 0.1  # seconds between two looks
 _NEW_LINE = "\r\x1b[2K"  # where the cursor is: what stands there was ours, if nobody has written since
 
@@ -193,9 +194,14 @@ def area(*, blocks: bool = True) -> Area | None:
         return Notebook()
     with contextlib.suppress(AttributeError, ValueError, ImportError):
         has_prompt = hasattr(sys, "ps1") and not blocks
-        if sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and not has_prompt and not is_piped(1):
+        if sys.stderr.isatty() and not _is_a_log() and not has_prompt and not is_piped(1):
             return Terminal()
     return None
+
+
+def _is_a_log() -> bool:
+    """True if what the terminal shows is kept as lines: it cannot change any, or it is the log of a CI's job."""
+    return os.environ.get("TERM") == "dumb" or os.environ.get("CI", "").lower() not in _NO_CI
 
 
 def is_piped(fd: int) -> bool:
