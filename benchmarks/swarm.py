@@ -21,6 +21,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from mlaunch.base.exceptions import RankFailure
+from mlaunch.compat.caller.server import Server
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.machine_messages import Planned
 from mlaunch.protocol.spec import Rendezvous
@@ -28,7 +29,6 @@ from mlaunch.rendezvous import event_loop, name_lookup
 from mlaunch.rendezvous.address import LOOPBACK, listen
 from mlaunch.rendezvous.gate.membership import Join
 from mlaunch.rendezvous.link.link_process import LinkProcess
-from mlaunch.rendezvous.server import Server
 from mlaunch.rendezvous.store_client import StoreClient
 from mlaunch.rendezvous.store_process import GateConfig, StoreProcess
 

@@ -13,14 +13,16 @@ from mlaunch._version import __version__
 if TYPE_CHECKING:
     from mlaunch import comm
     from mlaunch.base.exceptions import LaunchError, LaunchTimeout, RankFailure, RanksLost
-    from mlaunch.caller.detectron2 import launch
     from mlaunch.caller.launcher import launcher
     from mlaunch.caller.ranks.held import Held, scatter
     from mlaunch.caller.ranks.ranks import Ranks
     from mlaunch.caller.report.launch_report import LaunchReport
     from mlaunch.caller.report.records import RankReport, Span
     from mlaunch.caller.warm_up import warm_up
-    from mlaunch.collectives.groups import (
+    from mlaunch.compat.caller.detectron2 import launch
+    from mlaunch.compat.caller.server import Server
+    from mlaunch.compat.rank.client import Client
+    from mlaunch.compat.rank.groups import (
         WORLD,
         Group,
         bcast_list_,
@@ -37,11 +39,7 @@ if TYPE_CHECKING:
         override_backend,
         synchronized,
     )
-    from mlaunch.rank.for_users.current_device import device
-    from mlaunch.rank.for_users.logs import RankZeroFilter
-    from mlaunch.rank.for_users.progress import progress, step
-    from mlaunch.rank.for_users.reporting import report
-    from mlaunch.rank.joining.join import (
+    from mlaunch.compat.rank.join import (
         init_process_group,
         join,
         join_from_env,
@@ -49,9 +47,11 @@ if TYPE_CHECKING:
         join_from_slurm,
         join_from_torch,
     )
+    from mlaunch.rank.for_users.current_device import device
+    from mlaunch.rank.for_users.logs import RankZeroFilter
+    from mlaunch.rank.for_users.progress import progress, step
+    from mlaunch.rank.for_users.reporting import report
     from mlaunch.rank.stop_point import stopping
-    from mlaunch.rendezvous.client import Client
-    from mlaunch.rendezvous.server import Server
     from mlaunch.sweeps.caller.run_future import Run
     from mlaunch.sweeps.caller.sweep import Sweep
 
@@ -60,21 +60,21 @@ _NAMES = {
     "mlaunch.errors": "LaunchError LaunchTimeout RankFailure RanksLost",
     "mlaunch.caller.ranks.held": "Held scatter",
     "mlaunch.caller.ranks.ranks": "Ranks",
-    "mlaunch.caller.detectron2": "launch",
+    "mlaunch.compat.caller.detectron2": "launch",
     "mlaunch.sweeps.caller.run_future": "Run",
     "mlaunch.sweeps.caller.sweep": "Sweep",
-    "mlaunch.collectives.groups": "WORLD Group bcast_list_ get_backend get_client get_local_device_id "
+    "mlaunch.compat.rank.groups": "WORLD Group bcast_list_ get_backend get_client get_local_device_id "
     "get_py_server_addr get_rank get_world_size group_barrier is_distributed make_allreduce_cb new_group "
     "override_backend synchronized",
     "mlaunch.rank.for_users.current_device": "device",
-    "mlaunch.rank.joining.join": "init_process_group join join_from_env join_from_openmpi join_from_slurm "
+    "mlaunch.compat.rank.join": "init_process_group join join_from_env join_from_openmpi join_from_slurm "
     "join_from_torch",
     "mlaunch.rank.for_users.logs": "RankZeroFilter",
     "mlaunch.rank.for_users.progress": "progress step",
     "mlaunch.rank.for_users.reporting": "report",
     "mlaunch.rank.stop_point": "stopping",
-    "mlaunch.rendezvous.client": "Client",
-    "mlaunch.rendezvous.server": "Server",
+    "mlaunch.compat.rank.client": "Client",
+    "mlaunch.compat.caller.server": "Server",
     "mlaunch.caller.report.launch_report": "LaunchReport",
     "mlaunch.caller.report.records": "RankReport Span",
     "mlaunch.caller.warm_up": "warm_up",

@@ -46,6 +46,7 @@ def _wants_profile(given: Mapping[str, Any]) -> bool:
 # In the order in which they surround a call.
 FEATURES = (
     Feature("cells", (), _never),
+    Feature("compat", (), _never),
     Feature("leases", ("lease", "concurrent"), _wants_lease, waits=True),
     Feature(
         "profile",

@@ -10,6 +10,6 @@ if __name__ == "__main__":
 
     sys.exit(main(sys.argv[1:], prog="python -m mlaunch.launch", of_launch=True))
 
-from mlaunch.caller import detectron2
+from mlaunch.compat.caller import detectron2
 
 sys.modules[__name__] = detectron2.launch  # type: ignore[assignment]

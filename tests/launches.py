@@ -239,7 +239,7 @@ def recognised() -> Any:
 
 def once_it_joins(patch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
     """Do this in place of the first step of ``mlaunch.join``."""
-    patch.setattr("mlaunch.rank.joining.join._complete_environment", lambda _: act())
+    patch.setattr("mlaunch.rank.joining.become_rank._complete_environment", lambda _: act())
 
 
 def secret_here() -> str:
@@ -623,7 +623,7 @@ def connect_to_store(port: int) -> Any:
 
 def longest_value() -> int:
     """The bytes that a store takes as one value."""
-    return import_module("mlaunch.rendezvous.client")._LONGEST
+    return import_module("mlaunch.compat.rank.client")._LONGEST
 
 
 def serve_as_member(stream: FrameStream, host: str) -> None:

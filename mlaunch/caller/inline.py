@@ -80,7 +80,7 @@ def _world_of_one(options: Options, bound: torch.device) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
-    from mlaunch.rank.joining.join import leave
+    from mlaunch.rank.joining.become_rank import leave
 
     try:
         backend = device.choose_backend(options.backend, bound.type, device.offered())

@@ -67,7 +67,7 @@ def run_joined(
     """Joins the other ranks, unless an earlier call did, and runs the function here: a list of one value."""
     import torch.distributed as dist
 
-    from mlaunch.rank.joining.join import become_rank
+    from mlaunch.rank.joining.become_rank import become_rank
 
     for feature in options.features:
         if feature.one_call:

@@ -21,7 +21,7 @@ _TORCHS = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp"
 # What a module imports that has functions for ranks and says "from mlaunch import Ranks", say: 80 modules in each rank,
 # for which a call of 2 ranks took 60 ms instead of 26.
 _OURS = (
-    "mlaunch.comm", "mlaunch.collectives.groups", "mlaunch.caller.ranks.ranks", "mlaunch.sweeps.caller.run_future",
+    "mlaunch.comm", "mlaunch.compat.rank.groups", "mlaunch.caller.ranks.ranks", "mlaunch.sweeps.caller.run_future",
     "mlaunch.sweeps.caller.sweep", "mlaunch.caller.warm_up"
 )  # fmt: skip
 NAMES = (*_TORCHS, *_OURS)

@@ -24,10 +24,10 @@ MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     for path in (ROOT / "mlaunch").rglob("*.py")
 )
-NEEDS_TORCH = {"mlaunch.comm"} | {
-    f"mlaunch.collectives.{name}" for name in ("exchange", "groups", "local_group", "reduction", "seal", "world")
+NEEDS_TORCH = {"mlaunch.comm", "mlaunch.compat.rank.groups", "mlaunch.compat.rank.client"} | {
+    f"mlaunch.collectives.{name}" for name in ("exchange", "local_group", "reduction", "seal", "world")
 }
-NEEDS_TORCH |= {f"mlaunch.rendezvous.{name}" for name in ("barrier", "client", "store_client", "waiting")}
+NEEDS_TORCH |= {f"mlaunch.rendezvous.{name}" for name in ("barrier", "store_client", "waiting")}
 
 
 # What peers' users call with as many arguments as they do, and the options of the decorator.
@@ -142,7 +142,7 @@ def test_files_of_features_name_their_process() -> None:
 
 
 # The command is to be a feature, too, and pytest's plugin is one: they come after these.
-USED_BY = {"leases": {"cli", "pytest"}, "sweeps": {"engines"}}
+USED_BY = {"compat": {"launch"}, "leases": {"cli", "pytest"}, "sweeps": {"engines"}}
 
 
 def test_nobody_imports_a_feature_but_itself() -> None:

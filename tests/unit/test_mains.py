@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from mlaunch import launcher
 from mlaunch.cli import main
+from mlaunch.compat.caller import server
 from mlaunch.forkserver.huge_pages import settle
 from mlaunch.rank import script
-from mlaunch.rendezvous import server
 from mlaunch.rendezvous.address import listen
 
 

@@ -17,8 +17,8 @@ from tests.system.test_joining import SLURM, TORCH
 
 SILENT = """
 import os, sys, mlaunch
-from mlaunch.rank.joining import join
-join._ANSWER_TIMEOUT = 0.5
+from mlaunch.rank.joining import become_rank
+become_rank._ANSWER_TIMEOUT = 0.5
 try:
     mlaunch.join(0, 2, "127.0.0.1", int(sys.argv[1]))
 except RuntimeError as error:

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from mlaunch.collectives import local_group, world
+from mlaunch.compat.rank.client import Client
 from mlaunch.protocol import this_rank
-from mlaunch.rendezvous.client import Client
 from mlaunch.torch_parts.process_groups import default_store
 
 P = ParamSpec("P")

@@ -1,6 +1,6 @@
 """A rendezvous server in a process of its own, for processes that no launch has brought together.
 
-``Server()`` starts one from anywhere; ``python -m mlaunch.rendezvous.server --port 29500`` is one in the foreground.
+``Server()`` starts one from anywhere; ``python -m mlaunch.compat.caller.server --port 29500`` is one in the foreground.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mlaunch.rendezvous.address import LOOPBACK, listen
 _KILLED_TIMEOUT = 5.0  # seconds
 _BOOTSTRAP = (
     "import sys; fd, sys.path[:] = int(sys.argv[2]), sys.argv[3:]; "
-    "from mlaunch.rendezvous.server import serve_until_end_of_input; serve_until_end_of_input(fd)"
+    "from mlaunch.compat.caller.server import serve_until_end_of_input; serve_until_end_of_input(fd)"
 )
 
 
@@ -87,7 +87,8 @@ def serve_until_end_of_input(fd: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m mlaunch.rendezvous.server", description="Serves mlaunch.Client until it is interrupted."
+        prog="python -m mlaunch.compat.caller.server",
+        description="Serves mlaunch.Client until it is interrupted.",
     )
     parser.add_argument("--port", type=int, default=0, help="default: chosen by the system, and printed")
     parser.add_argument("--address", default=LOOPBACK, help="default: %(default)s, for this machine alone")

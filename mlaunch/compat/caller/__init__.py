@@ -1,0 +1,1 @@
+"""What a process that is no rank calls."""
