@@ -19,6 +19,8 @@ class Feature:
         one_call: Why it is for one blocking call with ranks of its own; "": it goes with all calls.
         instead: What to do on ranks that it did not start.
         waits: A call may wait for it before it starts.
+        servers: It may have a fork server at hand, before a fresh interpreter is started.
+        variable: Of the environment, which asks for it; "0" is as good as none.
     """
 
     name: str
@@ -27,6 +29,8 @@ class Feature:
     one_call: str = ""
     instead: str = ""
     waits: bool = False
+    servers: bool = False
+    variable: str = ""
 
 
 def _never(_given: Mapping[str, Any]) -> bool:
@@ -57,6 +61,7 @@ FEATURES = (
     ),
     Feature("pytest", (), _never),
     Feature("sweeps", (), _never),
+    Feature("warm", (), _never, servers=True, variable="MLAUNCH_WARM"),
 )
 OPTIONS = frozenset(name for feature in FEATURES for name in feature.options)
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from mlaunch.caller.server.fork_server import ForkServer
     from mlaunch.protocol.board import Board
     from mlaunch.protocol.settings import Settings
-    from mlaunch.protocol.zygote_place import ZygoteState
+    from mlaunch.warm.wire.zygote_messages import ZygoteState
 
 __all__ = ["REPORTS_KEPT", "STACK_SIGNAL", "FrameStream", "Phase"]
 
@@ -471,15 +471,15 @@ def once_devices_are_chosen(patch: pytest.MonkeyPatch, act: Callable[[ForkServer
 
 
 def kept_servers() -> list[ZygoteState]:
-    return import_module("mlaunch.caller.server.zygote_upkeep").states(os.environ)
+    return import_module("mlaunch.warm.caller.zygote_upkeep").states(os.environ)
 
 
 def keep_a_server(seconds: float, preload: Sequence[str] = ()) -> None:
-    import_module("mlaunch.caller.server.zygote_upkeep").begin(os.environ, seconds, tuple(preload))
+    import_module("mlaunch.warm.caller.zygote_upkeep").begin(os.environ, seconds, tuple(preload))
 
 
 def end_kept_servers() -> None:
-    import_module("mlaunch.caller.server.zygote_upkeep").end_all(os.environ)
+    import_module("mlaunch.warm.caller.zygote_upkeep").end_all(os.environ)
 
 
 # What users see

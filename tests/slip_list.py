@@ -365,7 +365,7 @@ SLIPS = (
     Slip(
         "fork server",
         "kept_after_a_long_launch",
-        "forkserver/zygote.py",
+        "warm/server/zygote.py",
         "        self.visitors.remove(visitor)\n        self.used = time.monotonic()\n",
         "        self.visitors.remove(visitor)\n",
         ("unit/test_warm_parts.py::test_a_kept_server_stays_for_its_time_after_a_launch_that_took_longer",),
@@ -374,7 +374,7 @@ SLIPS = (
     Slip(
         "fork server",
         "sockets_of_other_visitors",
-        "forkserver/zygote.py",
+        "warm/server/zygote.py",
         "            for visitor in self.visitors:\n                close_all(visitor.fds())\n",
         "",
         ("unit/test_warm_parts.py::test_a_fork_of_a_kept_server_has_no_connection_of_other_callers",),

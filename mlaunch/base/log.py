@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import sys
+
+_CURIOUS = "MLAUNCH_DEBUG"
 
 
 class _LastResort(logging.StreamHandler):  # type: ignore[type-arg]
@@ -34,3 +38,15 @@ def is_heard() -> bool:
             return True
         logger = logger.parent if logger.propagate else None
     return False
+
+
+def is_curious() -> bool:
+    """True if somebody wants to know what is usually nobody's business: why a server was used, or was not."""
+    return os.environ.get(_CURIOUS, "0") not in {"", "0"}
+
+
+def tell_curious(text: str) -> None:
+    """Say a text to those who want to know."""
+    if is_curious():
+        with contextlib.suppress(OSError, AttributeError):
+            print(f"mlaunch: {text}", file=sys.stderr, flush=True)

@@ -7,8 +7,9 @@ import shlex
 from collections.abc import Sequence
 
 from mlaunch._version import __version__
-from mlaunch.cli import debug_command, doctor, ps_and_stacks, warm_command
+from mlaunch.cli import debug_command, doctor, ps_and_stacks
 from mlaunch.cli.checks import PRINT_COMPLETION
+from mlaunch.core import load
 
 _EXAMPLES = """\
 examples:
@@ -45,8 +46,23 @@ def mlaunch_parser(run: argparse.ArgumentParser | None = None) -> argparse.Argum
     ps_and_stacks.add_commands(commands)
     debug_command.add_command(commands)
     doctor.add_command(commands)
-    warm_command.add_command(commands)
+    _add_command_of("warm", commands)
     return parser
+
+
+def _add_command_of(feature: str, commands: ps_and_stacks.Commands) -> None:
+    """Add a feature's own command; where the feature is not there, one that says so."""
+    if (module := load.command(feature)) is not None:
+        module.add_command(commands)
+        return
+
+    def lacks(_args: argparse.Namespace) -> None:
+        try:
+            load.room(feature, "command", f"mlaunch {feature}")
+        except ModuleNotFoundError as error:
+            raise LookupError(str(error)) from None
+
+    commands.add_parser(feature, help="is not there").set_defaults(run=lacks)
 
 
 def refuse_script(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:

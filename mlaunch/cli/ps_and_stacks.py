@@ -16,11 +16,9 @@ from mlaunch.base.text import columns, filled, name_some_ranks, shown
 from mlaunch.caller.report import as_data
 from mlaunch.caller.report.stacks_of_ranks import grouped
 from mlaunch.caller.running_launches import ask, whole
-from mlaunch.caller.server import zygote_upkeep
 from mlaunch.caller.watch_rows import ID_SHOWN, place_of_rank, title_of
 from mlaunch.caller.watching import EVERY, watch_all
 from mlaunch.caller.why_text import sentence
-from mlaunch.cli import warm_command
 from mlaunch.core import load
 from mlaunch.protocol import registry
 from mlaunch.protocol.visitors import ALL_STACKS, END, STACKS, STATUS, STOP, WHY
@@ -103,8 +101,7 @@ def _ps(args: argparse.Namespace) -> int:
     if args.json:
         _print_json([as_data.running(launch) for launch in launches])
     else:
-        leases, trouble = _leases()
-        kept = [warm_command.row(state) for state in zygote_upkeep.states(os.environ)]
+        (leases, trouble), (kept, _) = _rows_of("leases"), _rows_of("warm")
         blocks = [*(_entry(launch) for launch in launches), *("\n".join(rows) for rows in (leases, kept) if rows)]
         print("\n\n".join(blocks) or _nothing())
         if trouble:
@@ -113,9 +110,9 @@ def _ps(args: argparse.Namespace) -> int:
     return 0
 
 
-def _leases() -> tuple[list[str], str]:
-    """Returns a line for each lease and each wait, and why that cannot be told; "" if it can."""
-    found = load.commands().get("leases")
+def _rows_of(feature: str) -> tuple[list[str], str]:
+    """Returns a feature's lines, and why that cannot be told; "" if it can, or there is no such feature."""
+    found = load.command(feature)
     try:
         return ([] if found is None else found.rows(os.environ)), ""
     except OSError as error:

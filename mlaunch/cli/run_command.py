@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 from mlaunch.base import rlimits
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.caller.server.start_server import Interpreter, start_interpreter
-from mlaunch.caller.server.zygote_client import ask_zygote
 from mlaunch.caller.stop_order import StopSignal
 from mlaunch.cli import flags
 from mlaunch.cli.checks import UsageError, behind_the_script
 from mlaunch.cli.job import Job, job_of, with_source
 from mlaunch.cli.output import MISUSE, SIGNALLED, Wishes, errors, fail, say, wishes_of
+from mlaunch.core import load
 
 if TYPE_CHECKING:
     import argparse
@@ -113,10 +113,10 @@ def _executable(environ: Mapping[str, str]) -> str:
 
 
 def _server(like: Interpreter, environ: Mapping[str, str]) -> ForkServer:
-    """Returns a fork of what ``mlaunch warm`` keeps, if that will do, or a fresh interpreter."""
+    """Returns one that some feature has at hand, such as ``mlaunch warm``, or a fresh interpreter."""
     try:
-        return ask_zygote(environ, like) or start_interpreter(environ, like)
-    except ValueError as error:
+        return load.server_at_hand(environ, like) or start_interpreter(environ, like)
+    except (ValueError, ModuleNotFoundError) as error:
         raise UsageError(str(error)) from None
 
 

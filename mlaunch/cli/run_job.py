@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout
+from mlaunch.base.log import tell_curious
 from mlaunch.caller.launch.device_choice import Accelerator, shown
 from mlaunch.caller.launch.plan import Attempt, ThisMachine
 from mlaunch.caller.launch.restarts import with_restarts
@@ -17,7 +18,6 @@ from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.launch.start import start_launch
 from mlaunch.caller.report.history import History
 from mlaunch.caller.server.fork_server import ForkServer
-from mlaunch.caller.server.zygote_upkeep import tell
 from mlaunch.caller.stop_order import StopOrder
 from mlaunch.cli.checks import UsageError
 from mlaunch.cli.job import Job
@@ -186,7 +186,9 @@ def _say_threads(size: int, environ: Mapping[str, str]) -> None:
     """Says to who wants to know how many threads each rank has: mostly as many as its user would give it."""
     cpus = device.usable_cpus()
     if size > 1 and "OMP_NUM_THREADS" not in environ:
-        tell(f"OMP_NUM_THREADS is not set: each of the {size} ranks gets {device.threads_of(size)} of {cpus} CPUs")
+        tell_curious(
+            f"OMP_NUM_THREADS is not set: each of the {size} ranks gets {device.threads_of(size)} of {cpus} CPUs"
+        )
 
 
 def _fail(error: LaunchError, status: int | None = None) -> int:

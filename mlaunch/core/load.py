@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from mlaunch.features import FEATURES, asked_for
 if TYPE_CHECKING:
     from mlaunch.caller.launch.settle import Ended
     from mlaunch.caller.server.fork_server import ForkServer
+    from mlaunch.caller.server.start_server import Interpreter
     from mlaunch.core.parts import CallerPart, Delay, Grant, MachinePart, Spell, Tell
     from mlaunch.protocol.spec import LaunchSpec
 
@@ -136,13 +138,37 @@ class MachineParts:
                 yield name, news
 
 
+def command(feature: str) -> Any:
+    """Return the module that has a feature's flags or commands; None if it is not there."""
+    try:
+        return _import(feature, "command")
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith(f"mlaunch.{feature}"):
+            raise
+    return None
+
+
 def commands() -> Mapping[str, Any]:
     """Return the module that has a feature's flags, for each feature that is there and has some."""
-    found = {}
+    found = {feature.name: command(feature.name) for feature in FEATURES if feature.options}
+    return {name: module for name, module in found.items() if module is not None}
+
+
+def server_at_hand(environ: Mapping[str, str], like: Interpreter) -> ForkServer | None:
+    """Return a fork server that some feature has; None: a fresh interpreter is to be started.
+
+    ModuleNotFoundError: one is asked for by its variable, and is not there.
+    """
     for feature in FEATURES:
-        try:
-            found[feature.name] = _import(feature.name, "command")
-        except ModuleNotFoundError as error:
-            if not str(error.name).startswith(f"mlaunch.{feature.name}"):
-                raise
-    return found
+        if feature.servers:
+            asked = os.environ.get(feature.variable, "")
+            try:
+                found = room(feature.name, "caller", f"{feature.variable}={asked}")
+            except ModuleNotFoundError as error:
+                if asked not in {"", "0"} or error.name != f"mlaunch.{feature.name}":
+                    raise
+                continue
+            server: ForkServer | None = found.server(environ, like)
+            if server is not None:
+                return server
+    return None

@@ -6,12 +6,14 @@ A feature is a folder, ``mlaunch/profile``, with a file for each of these proces
     caller.py   part(options, spell) -> CallerPart      rank.py     part(section, rank) -> RankPart
     member.py   part(section) -> MachinePart            command.py  GROUP, add(group), options_of(args)
     kernel.py   in a notebook's kernel                  wire.py     what these send each other
-    plugin.py   what pytest loads
+    plugin.py   what pytest loads                       server.py   in a fork server
 
 ``core/load.py`` imports a file only where a launch has asked for the feature, and calls its ``part``. What the caller's
 part has for the other processes is its ``section``: the launch's spec carries it to them. A feature that methods ask
 for, and no option (``cells``), has no ``part``: they take its module from ``core/load.py``. Nor has one of which the
-rest knows nothing (``pytest``).
+rest knows nothing (``pytest``), or one that has fork servers at hand (``warm``): its ``caller.py`` has
+``server(environ, like)``, which returns one for this process, or None. A command of its own is added by
+``add_command(commands)``, and ``rows(environ)`` are its lines in ``mlaunch ps``.
 """
 
 from __future__ import annotations

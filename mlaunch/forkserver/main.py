@@ -108,7 +108,7 @@ class _ForkServer:
     late: LateImports = field(default_factory=LateImports)
 
     def __post_init__(self) -> None:
-        self.settled = self.offered is not None  # of a zygote's heap, in the zygote
+        self.settled = self.offered is not None  # where torch was imported, by whoever has forked this
 
     def run(self) -> None:
         try:

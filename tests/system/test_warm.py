@@ -18,9 +18,9 @@ import pytest
 
 from mlaunch.base import linux
 from mlaunch.base.confinement import confinement, is_filtered
-from mlaunch.caller.server import zygote_upkeep
-from mlaunch.protocol import import_facts
-from mlaunch.protocol.messages.zygote_messages import ZygoteState
+from mlaunch.warm.caller import zygote_upkeep
+from mlaunch.warm.wire import import_facts
+from mlaunch.warm.wire.zygote_messages import ZygoteState
 from tests import builds, launches, schema, warm_differences
 from tests.conftest import ROOT
 from tests.imported import IMPORTED

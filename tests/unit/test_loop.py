@@ -207,16 +207,16 @@ INSIDE = {
     "mlaunch.caller.options.trouble_options": "test_a_rank_that_there_is_not",
     "mlaunch.caller.options.call_targets": "test_values_come_by_rank_and_the_processes_stay",
     "mlaunch.run": "test_the_modules_that_are_commands",
-    "mlaunch.cli.warm_command": "test_wrong_command_lines",
+    "mlaunch.warm.command": "test_wrong_command_lines",
 }
 # A member that is a process is a fresh interpreter, as is a fork server that outlives its caller, and a command with a
 # terminal that attaches to ranks: test_engine_parts.py, test_warm.py and test_attaching.py run these. What torch lacks
 # is tried by test_lacking_torch_parts.py, in processes from which its names are taken.
-FRESH = {"mlaunch.member.main", "mlaunch.caller.server.zygote_upkeep", "mlaunch.protocol.messages.zygote_messages"}
-FRESH |= {"mlaunch.rank.debugging.visit", "mlaunch.base.inherited"}
+FRESH = {"mlaunch.member.main", "mlaunch.warm.caller.zygote_upkeep", "mlaunch.warm.wire.zygote_messages"}
+FRESH |= {"mlaunch.rank.debugging.visit", "mlaunch.warm.wire.inherited"}
 FRESH |= {"mlaunch.profile.member"}  # of a profile on machines: torch's profiler alone takes seconds to import
 FRESH |= {f"mlaunch.torch_parts.{name}" for name in ("lacking", "numa", "recorder")}
-FRESH |= {f"mlaunch.forkserver.{name}" for name in ("takeover", "zygote", "zygote_start")}
+FRESH |= {f"mlaunch.warm.server.{name}" for name in ("takeover", "zygote", "zygote_start")}
 
 
 def test_every_module_is_in_the_fast_loop(request: pytest.FixtureRequest) -> None:

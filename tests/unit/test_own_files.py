@@ -19,8 +19,9 @@ from mlaunch.leases.caller import lease_directory
 from mlaunch.profile.caller.trace_file import CallTrace
 from mlaunch.profile.rank import StepProfile
 from mlaunch.profile.wire import ProfileOrder, TracePart
-from mlaunch.protocol import error_file, registry, zygote_place
+from mlaunch.protocol import error_file, registry
 from mlaunch.sweeps.caller.trial_file import TrialFile, TrialKey
+from mlaunch.warm.wire import zygote_place
 from tests.another_user import said_by_another_user
 
 

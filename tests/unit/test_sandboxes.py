@@ -19,13 +19,14 @@ from mlaunch.base.exceptions import LaunchError
 from mlaunch.base.fds import close_all
 from mlaunch.base.peer_process import differences_to_peer, rights_lacking_to_peer
 from mlaunch.caller import running_launches
-from mlaunch.caller.server import zygote_client, zygote_upkeep
 from mlaunch.cli import main, ps_and_stacks
-from mlaunch.forkserver.zygote import Zygote
-from mlaunch.protocol import import_facts, visitors, zygote_place
+from mlaunch.protocol import visitors
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.zygote_messages import AskZygote, NotServed, ZygoteState
 from mlaunch.protocol.visitors import ATTACH, DEBUG, END, STATUS, STOP, Reception
+from mlaunch.warm.caller import zygote_client, zygote_upkeep
+from mlaunch.warm.server.zygote import Zygote
+from mlaunch.warm.wire import import_facts, zygote_place
+from mlaunch.warm.wire.zygote_messages import AskZygote, NotServed, ZygoteState
 from tests.another_user import by_another_user
 from tests.sandboxes import (
     SANDBOXES,

@@ -16,19 +16,21 @@ from typing import Any, cast
 import pytest
 
 from mlaunch.base import linux
-from mlaunch.base.durations import duration
 from mlaunch.base.peer_process import is_this_user, peer_process
-from mlaunch.caller.server import warm, zygote_client, zygote_upkeep
-from mlaunch.caller.server.onlookers import onlooker
+from mlaunch.caller.server import warm
 from mlaunch.caller.server.start_server import Interpreter
 from mlaunch.cli import main
-from mlaunch.forkserver.import_record import ImportRecord
-from mlaunch.forkserver.loaded_files import LoadedFiles
-from mlaunch.forkserver.zygote import Zygote, _Visitor
-from mlaunch.protocol import import_facts, payload, zygote_place
+from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.zygote_messages import ForkEnded
 from mlaunch.rank.setup import process
+from mlaunch.warm.caller import at_hand, zygote_client, zygote_upkeep
+from mlaunch.warm.caller.onlookers import onlooker
+from mlaunch.warm.server.import_record import ImportRecord
+from mlaunch.warm.server.loaded_files import LoadedFiles
+from mlaunch.warm.server.zygote import Zygote, _Visitor
+from mlaunch.warm.wire import import_facts, zygote_place
+from mlaunch.warm.wire.durations import duration
+from mlaunch.warm.wire.zygote_messages import ForkEnded
 from tests.processes import wait_until
 from tests.sandboxes import nothing, said_in_sandbox
 
@@ -76,7 +78,7 @@ def test_a_server_has_nothing_of_the_options_of_the_call_that_starts_it(monkeypa
         asked.append(environ)
         return types.SimpleNamespace(alive=lambda: True)
 
-    monkeypatch.setattr(warm, "ask_zygote", start)
+    monkeypatch.setattr(warm.load, "server_at_hand", start)
     monkeypatch.setattr(os, "environ", {"HOME": "/x", "OMP_PROC_BIND": "1"})
     server = warm.WarmServer()
     first = server.get({"HOME": "/y", "OWN": "1", "LC_ALL": "C", "OMP_DYNAMIC": "1"})
@@ -368,7 +370,7 @@ def test_whoever_looks_at_what_a_caller_starts_is_seen(
     monkeypatch.setattr(zygote_place, "names", lambda _: [(tmp_path, "key")])
     monkeypatch.setattr(zygote_client, "onlooker", lambda: "perf (pid 7)")
     monkeypatch.setattr(zygote_client, "_ask_one_of", None)
-    assert zygote_client.ask_zygote({}, Interpreter()) is None
+    assert at_hand.server({}, Interpreter()) is None
     assert "no warm fork server is used: perf (pid 7) would not see its forks" in capfd.readouterr().err
 
 

@@ -22,6 +22,7 @@ ASKS = {
     "leases": ("lease=True", CALL.format("lease=True")),
     "profile": ("profile='t'", CALL.format("profile='t'")),
     "sweeps": ("print.submit()", "mlaunch.launcher(print, 1).submit()"),
+    "warm": ("MLAUNCH_WARM=30m", f"import os; os.environ['MLAUNCH_WARM'] = '30m'; {CALL.format('')}"),
 }
 FLAGS = {"leases": "--lease", "profile": "--profile"}
 
@@ -73,7 +74,15 @@ def test_its_option_says_that_it_is_not_there(without: tuple[str, Path]) -> None
 
 
 def test_the_command_is_there(without: tuple[str, Path]) -> None:
+    """And says so of a command that is a feature's own."""
     name, copy = without
+    if name == "warm":
+        done = python(copy, "-m", "mlaunch", "warm")
+        assert done.stderr == (
+            "mlaunch: mlaunch warm: this installation of mlaunch lacks mlaunch/warm, which does it; install mlaunch "
+            "again, or do without\n"
+        )
+        assert (done.returncode, python(copy, "-m", "mlaunch", "ps").returncode) == (1, 0)
     done = python(copy, "-m", "mlaunch", "run", "--help")
     assert done.returncode == 0, done.stderr
     assert FLAGS.get(name, "--cells") not in done.stdout

@@ -11,8 +11,8 @@ from mlaunch.base.fds import in_forks
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.caller.server.prepared_launch import preparation
 from mlaunch.caller.server.start_server import Interpreter, start_interpreter
-from mlaunch.caller.server.zygote_client import ask_zygote
-from mlaunch.protocol import import_facts
+from mlaunch.core import load
+from mlaunch.protocol import import_variables
 
 # Preloaded, because every rank imports the user's module, which imports this.
 _PREPARED = ("mlaunch.caller.launcher",)
@@ -35,7 +35,7 @@ class WarmServer:
 
     def get(self, environ: Mapping[str, str]) -> ForkServer:
         """Returns the server for calls with these variables."""
-        settings = import_facts.variables(environ), self.preload
+        settings = import_variables.variables(environ), self.preload
         with self._lock:
             if self._retired:
                 self._close_retired()
@@ -50,8 +50,8 @@ class WarmServer:
                 self._retired.append(self._server)
             like = Interpreter(preload=(*_PREPARED, *self.preload))
             # Later calls come to the same server, so of this one's env= only what makes another server counts.
-            environ = import_facts.replaced(os.environ, environ)
-            self._server = ask_zygote(environ, like) or start_interpreter(environ, like)
+            environ = import_variables.replaced(os.environ, environ)
+            self._server = load.server_at_hand(environ, like) or start_interpreter(environ, like)
             self._settings = settings
             return self._server
 

@@ -73,16 +73,6 @@ from mlaunch.protocol.messages.stop_messages import (
     StopRanks,
     ThawRanks,
 )
-from mlaunch.protocol.messages.zygote_messages import (
-    AskFork,
-    AskZygote,
-    Forked,
-    ForkEnded,
-    KeepZygote,
-    NotForked,
-    NotServed,
-    ZygoteState,
-)
 
 # A caller and its fork server.
 ServerHears = StartLaunch | PrepareNext | CountDevices | Retire
@@ -116,6 +106,3 @@ DebuggerSays = PromptSays | PromptAsks | PromptLeft
 # An agent and its link to the other machines.
 LinkHears = RankFailure | AskAll | RanksFrozen | Done
 LinkSays = Waiting | Refused | RankFailure | Beat | Planned | AllGone | StopOrder
-# A caller, or a command, and the fork server that stays.
-ZygoteHears = AskFork | AskZygote | KeepZygote
-ZygoteSays = Forked | ForkEnded | NotForked | NotServed | ZygoteState | NotReady

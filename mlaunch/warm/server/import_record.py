@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from mlaunch.protocol import import_facts
+from mlaunch.warm.wire import import_facts
 
 _Path = tuple[str, ...] | None  # where a part of a package is looked for; None: on sys.path
 _MAPPINGS = {"os", "_collections_abc", "collections.abc"}  # the code of os.environ

@@ -17,6 +17,7 @@ from pathlib import Path
 from mlaunch.base.peer_process import is_this_user
 from mlaunch.protocol import registry
 
+VARIABLE = "MLAUNCH_WARM"  # "0": none is used; a time: one is left, which stays so long after its last use
 _SUFFIX = ".warm"
 _BACKLOG = 4096  # callers that wait; the kernel has a limit of its own (somaxconn)
 _LOOK = 0.05  # seconds between looks whether a lock is free

@@ -7,17 +7,18 @@ import contextlib
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlaunch.base.durations import duration
 from mlaunch.base.exceptions import LaunchError
 from mlaunch.base.schema import VERSION
 from mlaunch.base.text import in_bytes, in_two_units, shown
-from mlaunch.caller.server import zygote_upkeep
-from mlaunch.caller.server.onlookers import onlooker
-from mlaunch.protocol import import_facts
-from mlaunch.protocol.messages.zygote_messages import ZygoteState
+from mlaunch.warm.caller import zygote_upkeep
+from mlaunch.warm.caller.onlookers import onlooker
+from mlaunch.warm.wire import import_facts
+from mlaunch.warm.wire.durations import duration
+from mlaunch.warm.wire.zygote_messages import ZygoteState
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -101,7 +102,7 @@ def _status(*, as_json: bool) -> int:
     if as_json:
         print(json.dumps([_as_data(here, state) for state in found], indent=2))
         return 0
-    blocks = [[row(state), *(f"  {line}" for line in [*_verdict(here, state), *state.notes])] for state in found]
+    blocks = [[_row(state), *(f"  {line}" for line in [*_verdict(here, state), *state.notes])] for state in found]
     print("\n\n".join("\n".join(lines) for lines in blocks) or "no fork server is kept here")
     return 0
 
@@ -112,7 +113,12 @@ def _as_data(here: import_facts.Facts, state: ZygoteState) -> dict[str, Any]:
     return {"schema": VERSION, **known, "memory": _memory(state.pid), "why_not": _why_not(here, state)}
 
 
-def row(state: ZygoteState) -> str:
+def rows(environ: Mapping[str, str]) -> list[str]:
+    """Say in a line each what is kept."""
+    return [_row(state) for state in zygote_upkeep.states(environ)]
+
+
+def _row(state: ZygoteState) -> str:
     """Says in a line what is kept."""
     memory = _memory(state.pid)
     left = f"serves {state.serving} now" if state.serving else f"ends in {in_two_units(state.left)}"

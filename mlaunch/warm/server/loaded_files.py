@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mlaunch.protocol import import_facts
+from mlaunch.warm.wire import import_facts
 
 _Stamp = tuple[int, int, int]
 # Directories whose .pth files an interpreter reads as it starts. (Elsewhere .pth are what people keep of a training.)

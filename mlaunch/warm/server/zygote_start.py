@@ -17,16 +17,17 @@ from mlaunch.base.process_name import name_process
 from mlaunch.base.text import both_ends
 from mlaunch.forkserver import imports, preloads
 from mlaunch.forkserver.huge_pages import settle
-from mlaunch.forkserver.import_record import ImportRecord
-from mlaunch.forkserver.loaded_files import LoadedFiles
-from mlaunch.forkserver.zygote import Zygote
-from mlaunch.protocol import import_facts, payload
+from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.launch_messages import NotReady
 from mlaunch.rank.setup import device
+from mlaunch.warm.server.import_record import ImportRecord
+from mlaunch.warm.server.loaded_files import LoadedFiles
+from mlaunch.warm.server.zygote import Zygote
+from mlaunch.warm.wire import import_facts
 
 if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import ZygoteHears, ZygoteSays
+    from mlaunch.warm.wire.zygote_messages import ZygoteHears, ZygoteSays
 
 _STDIN = 0  # a file with the variables that the imports may read, and nothing after them
 _REASON = 8192  # bytes that a person is shown

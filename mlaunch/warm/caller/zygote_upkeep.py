@@ -17,49 +17,30 @@ from typing import TYPE_CHECKING, cast
 from mlaunch.base import linux
 from mlaunch.base.child_debugging import not_debugged
 from mlaunch.base.confinement import confinement, is_filtered
-from mlaunch.base.durations import duration
 from mlaunch.base.exceptions import LaunchError, describe_exit
+from mlaunch.base.log import is_curious, tell_curious
 from mlaunch.base.peer_process import peer_process, pidfd_of_peer, rights_lacking_to_peer
 from mlaunch.caller.server.attachments import in_memfds
 from mlaunch.caller.server.start_server import with_huge_heap
-from mlaunch.protocol import import_facts, registry, token, zygote_place
+from mlaunch.protocol import registry, token
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.launch_messages import NotReady
-from mlaunch.protocol.messages.zygote_messages import AskZygote, KeepZygote, NotServed, ZygoteState
+from mlaunch.warm.wire import import_facts, zygote_place
+from mlaunch.warm.wire.zygote_messages import AskZygote, KeepZygote, NotServed, ZygoteState
 
 if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import ZygoteHears, ZygoteSays
+    from mlaunch.warm.wire.zygote_messages import ZygoteHears, ZygoteSays
 
-VARIABLE = "MLAUNCH_WARM"  # "0": none is used; a time: one is left, which stays so long after its last use
-_CURIOUS = "MLAUNCH_DEBUG"
-_BOOTSTRAP = "from mlaunch.forkserver.zygote_start import main; main({}, {}, {!r}, {}, {}, awaited={})"
+_BOOTSTRAP = "from mlaunch.warm.server.zygote_start import main; main({}, {}, {!r}, {}, {}, awaited={})"
 _ANSWER_TIMEOUT = 5.0  # seconds
 _IMPORT_TIMEOUT = 300.0  # seconds, from a slow disk, with what the user wants besides
 _START_TIMEOUT = 60.0  # seconds for another start to end
 _END_TIMEOUT = 10.0  # seconds
 
 
-def wish_of(environ: Mapping[str, str]) -> float | None:
-    """Returns the seconds of MLAUNCH_WARM; 0: nothing warm is to be used, None: nothing is said. ValueError."""
-    text = environ.get(VARIABLE, "")
-    return None if not text else 0.0 if text == "0" else duration(VARIABLE, text)
-
-
-def is_curious() -> bool:
-    """Tells whether somebody wants to know why a warm server was used, or not."""
-    return os.environ.get(_CURIOUS, "0") not in {"", "0"}
-
-
-def tell(text: str) -> None:
-    """Says a text to those who want to know."""
-    if is_curious():
-        with contextlib.suppress(OSError, AttributeError):
-            print(f"mlaunch: {text}", file=sys.stderr, flush=True)
-
-
 def tell_of_end(pid: int, reason: str) -> None:
     """Say, once, why later commands start alone: to those who will not leave another one as they end."""
-    if not is_curious() and not os.environ.get(VARIABLE):
+    if not is_curious() and not os.environ.get(zygote_place.VARIABLE):
         with contextlib.suppress(OSError, AttributeError):
             again = "start another with mlaunch warm"
             print(f"mlaunch: the warm fork server (pid {pid}) ends: {reason}; {again}", file=sys.stderr, flush=True)
@@ -99,7 +80,7 @@ def _converse(directory: Path, key: str, record: ZygoteHears) -> ZygoteState | N
     with contextlib.closing(channel), contextlib.suppress(OSError, EOFError):
         # Its answer is unpickled here, so it must not come out of a sandbox. That it serves others is all right.
         if lacking := rights_lacking_to_peer(connection):
-            tell(f"the warm fork server (pid {peer_process(connection)[0]}) is not asked: {lacking}")
+            tell_curious(f"the warm fork server (pid {peer_process(connection)[0]}) is not asked: {lacking}")
             return None
         channel.send(record)
         if linux.wait_readable([channel.fileno()], _ANSWER_TIMEOUT):

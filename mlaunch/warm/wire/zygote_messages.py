@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mlaunch.base.frozen_record import frozen_record
+from mlaunch.protocol.messages.launch_messages import NotReady
 
 
 @frozen_record
@@ -119,3 +120,8 @@ class NotServed:
 
     reason: str
     state: ZygoteState
+
+
+# What comes and what goes, as types of the channel.
+ZygoteHears = AskFork | AskZygote | KeepZygote
+ZygoteSays = Forked | ForkEnded | NotForked | NotServed | ZygoteState | NotReady

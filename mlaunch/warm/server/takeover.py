@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 
 from mlaunch.protocol import settings
-from mlaunch.protocol.messages.zygote_messages import CallersProcess
 from mlaunch.rank.setup import process
+from mlaunch.warm.wire.zygote_messages import CallersProcess
 
 _PYTHONS = {signal.SIGPIPE, signal.SIGXFSZ}  # which each interpreter ignores
 _KEY_SIZE = 32  # bytes of multiprocessing's key

@@ -22,14 +22,15 @@ from mlaunch.base import linux
 from mlaunch.base.confinement import is_filtered
 from mlaunch.base.fds import close_all
 from mlaunch.base.peer_process import differences_to_peer, is_this_user
-from mlaunch.forkserver.import_record import ImportRecord
-from mlaunch.forkserver.loaded_files import LoadedFiles
 from mlaunch.forkserver.main import serve
-from mlaunch.forkserver.takeover import take_over
-from mlaunch.protocol import import_facts, payload, zygote_place
+from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel, assert_never
 from mlaunch.protocol.messages.launch_messages import Ready
-from mlaunch.protocol.messages.zygote_messages import (
+from mlaunch.warm.server.import_record import ImportRecord
+from mlaunch.warm.server.loaded_files import LoadedFiles
+from mlaunch.warm.server.takeover import take_over
+from mlaunch.warm.wire import import_facts, zygote_place
+from mlaunch.warm.wire.zygote_messages import (
     AskFork,
     AskZygote,
     Forked,
@@ -41,7 +42,7 @@ from mlaunch.protocol.messages.zygote_messages import (
 )
 
 if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import ZygoteHears, ZygoteSays
+    from mlaunch.warm.wire.zygote_messages import ZygoteHears, ZygoteSays
 
 _LOOK = 30.0  # seconds between looks at the memory of the machine
 

@@ -16,24 +16,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mlaunch._version import __version__
+from mlaunch import _version
 from mlaunch.base import linux
 from mlaunch.base.confinement import confinement
-from mlaunch.base.inherited import inherited
+from mlaunch.protocol.import_variables import variables
+from mlaunch.warm.wire.inherited import inherited
 
 Facts = dict[str, str]  # by the words that a person is shown
 
-# Read once, by libraries as they are loaded: a fork server that loaded them under other values is of no use. Here stand
-# those that C code reads, or Python code by a prefix; a test asks the loader for all. What Python code reads by name, a
-# server that is kept notes for itself (forkserver/import_record.py).
-_READ_AT_IMPORT = (
-    "TORCH", "PYTORCH", "KINETO_", "USE_LIBUV", "FX_",
-    "OMP_", "GOMP_", "KMP_", "ACC_", "GFORTRAN_",
-    "MKL_", "INTEL_", "MKLDNN_", "DNNL_", "ONEDNN_", "OPENBLAS_", "GOTO_", "BLIS_", "NPY_", "NUMPY_",
-    "CUBLAS_LOG", "CUBLASLT_LOG", "CUDNN_LOG", "NVIDIA_TF32_OVERRIDE", "OPENSSL_",
-    "LD_", "PYTHON", "MALLOC_", "TQDM_",
-)  # fmt: skip
-_SET_PER_RANK = ("TORCHELASTIC_", "OMP_NUM_THREADS")
 # By the interpreter, what its .pth files run, and the C library.
 _READ_AT_START = (
     "LANG",
@@ -56,21 +46,6 @@ _USUAL = {"PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "VIRTUAL_ENV"}
 _SHORT = 8  # bytes of a hash of a variable
 _SHOWN = 60  # characters of a value that differs
 _TOLD = 400  # characters of one that go into a record; what is behind them is told by a hash
-
-
-def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that libraries read when they are loaded."""
-    return {
-        name: value
-        for name, value in environ.items()
-        if name.startswith(_READ_AT_IMPORT) and not name.startswith(_SET_PER_RANK)
-    }
-
-
-def replaced(environ: Mapping[str, str], by: Mapping[str, str]) -> dict[str, str]:
-    """Returns variables with those in the place that libraries read when they are loaded."""
-    ours = variables(environ)
-    return {name: value for name, value in environ.items() if name not in ours} | variables(by)
 
 
 def _variables_that_count(environ: Mapping[str, str]) -> dict[str, str]:
@@ -118,7 +93,7 @@ def of_this_process(environ: Mapping[str, str]) -> Facts:
         "interpreter": f"{os.path.realpath(sys.executable)} {_file(sys.executable)}",
         "Python": sys.version,
         "prefix": f"{sys.prefix} {_file(sys.prefix)}",
-        "mlaunch": f"{__version__} {_file(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))}",
+        "mlaunch": f"{_version.__version__} {_file(os.path.dirname(os.path.abspath(_version.__file__)))}",
         "flags of the interpreter": " ".join(subprocess._args_from_interpreter_flags()),  # type: ignore[attr-defined]
         "priority": f"{os.getpriority(os.PRIO_PROCESS, 0)} {os.sched_getscheduler(0)} {_text('oom_score_adj')}",
         # Soft ones travel with the call; a hard limit that was lowered cannot be raised again.

@@ -11,26 +11,28 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlaunch.base import linux
 from mlaunch.base.fds import KeptFd, close_all, in_forks
-from mlaunch.base.misuse import misuse
+from mlaunch.base.log import is_curious, tell_curious
 from mlaunch.base.peer_process import differences_to_peer, peer_process
 from mlaunch.caller import interrupts
-from mlaunch.caller.server import zygote_upkeep
 from mlaunch.caller.server.attachments import in_memfds
 from mlaunch.caller.server.fork_server import ForkServer
-from mlaunch.caller.server.onlookers import onlooker
 from mlaunch.caller.server.start_server import Interpreter, with_huge_heap
-from mlaunch.protocol import import_facts, settings, zygote_place
+from mlaunch.protocol import settings
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.zygote_messages import AskFork, CallersProcess, Forked, ForkEnded, NotForked, NotServed
+from mlaunch.warm.caller import zygote_upkeep
+from mlaunch.warm.caller.onlookers import onlooker
+from mlaunch.warm.wire import import_facts, zygote_place
+from mlaunch.warm.wire.zygote_messages import AskFork, CallersProcess, Forked, ForkEnded, NotForked, NotServed
 
 if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import ServerHears, ServerSays, ZygoteHears, ZygoteSays
+    from mlaunch.protocol.messages.channels import ServerHears, ServerSays
+    from mlaunch.warm.wire.zygote_messages import ZygoteHears, ZygoteSays
 
 _PATIENCE = 5.0  # seconds for a fork, which takes 20 ms; a server of our own takes seconds, too
 _LONGEST = 60.0  # seconds behind others that are served first
@@ -38,23 +40,18 @@ _LOOK = 0.1  # seconds between looks whether somebody has stopped it
 _REAP_TIMEOUT = 1.0  # seconds for the word how a fork has ended
 
 
-def ask_zygote(environ: Mapping[str, str], like: Interpreter) -> ForkServer | None:
-    """Returns a fork server that the user's zygote has forked for this process; None: none is there that will do.
+def ask_zygote(
+    places: Sequence[tuple[Path, str]], wish: float | None, environ: Mapping[str, str], like: Interpreter
+) -> ForkServer | None:
+    """Returns a fork server that one of the user's zygotes has forked for this process; None: none will do.
 
-    ValueError: MLAUNCH_WARM is no time.
+    ``places``: where there may be some; ``wish``: the seconds for which one is to be left; None: none is.
     """
-    try:
-        wish = zygote_upkeep.wish_of(os.environ)
-    except ValueError as error:
-        raise misuse(error) from None
-    if wish == 0 or not _is_this_program(like.executable):
-        return None
-    places = list(zygote_place.names(os.environ))
-    if not places and wish is None:
+    if not _is_this_program(like.executable):
         return None
     # Their ranks would be no children of what they look at. Nor is one left, which they would look at for hours.
     if watching := onlooker():
-        zygote_upkeep.tell(f"no warm fork server is used: {watching} would not see its forks")
+        tell_curious(f"no warm fork server is used: {watching} would not see its forks")
         return None
     facts = zygote_upkeep.facts_of(environ)
     server = _ask_one_of(places, facts, environ, like)
@@ -71,7 +68,7 @@ def _is_this_program(executable: str) -> bool:
 
 
 def _ask_one_of(
-    places: list[tuple[Path, str]], facts: import_facts.Facts, environ: Mapping[str, str], like: Interpreter
+    places: Sequence[tuple[Path, str]], facts: import_facts.Facts, environ: Mapping[str, str], like: Interpreter
 ) -> ForkServer | None:
     """Asks the one for these facts, if there is one."""
     key = import_facts.key_of(facts)
@@ -80,9 +77,9 @@ def _ask_one_of(
             connection = zygote_place.connect(directory, key)
             if connection is not None:
                 return _ask(connection, facts, environ, like)
-    if places and zygote_upkeep.is_curious():
+    if places and is_curious():
         for line in zygote_upkeep.why_none(facts):
-            zygote_upkeep.tell(line)
+            tell_curious(line)
     return None
 
 
@@ -95,7 +92,7 @@ def _ask(
     # directory could have put its own socket there.
     if differences := differences_to_peer(connection, facts):
         zygote.close()
-        zygote_upkeep.tell(f"the warm fork server (pid {pid}) is of no use: {differences}")
+        tell_curious(f"the warm fork server (pid {pid}) is of no use: {differences}")
         return None
     ours: Channel[ServerSays, ServerHears]
     ours, theirs = Channel.pair()
@@ -108,11 +105,11 @@ def _ask(
         answer, fds = _answer(zygote, pid)
         if isinstance(answer, Forked):
             fork = _Fork(zygote, fds[0])
-            zygote_upkeep.tell(f"the fork server is a fork (pid {answer.pid}) of the warm one (pid {pid})")
+            tell_curious(f"the fork server is a fork (pid {answer.pid}) of the warm one (pid {pid})")
             return ForkServer(ours, answer.pid, fork.wait, fork.kill)
-        zygote_upkeep.tell(f"the warm fork server (pid {pid}) is of no use: {answer}")
+        tell_curious(f"the warm fork server (pid {pid}) is of no use: {answer}")
     except OSError as error:
-        zygote_upkeep.tell(f"the warm fork server (pid {pid}) is of no use: {error}")
+        tell_curious(f"the warm fork server (pid {pid}) is of no use: {error}")
     except BaseException:
         ours.close()
         zygote.close()
