@@ -43,8 +43,9 @@ def _wants_lease(given: Mapping[str, Any]) -> bool:
     return bool(given["lease"] or given["concurrent"] is not None or fewer)
 
 
-def _wants_profile(given: Mapping[str, Any]) -> bool:
-    return given["profile"] is not None
+def _given(option: str) -> Callable[[Mapping[str, Any]], bool]:
+    """For what one option asks for."""
+    return lambda given: given[option] is not None
 
 
 # In the order in which they surround a call.
@@ -52,10 +53,11 @@ FEATURES = (
     Feature("cells", (), _never),
     Feature("compat", (), _never),
     Feature("leases", ("lease", "concurrent"), _wants_lease, waits=True),
+    Feature("numa", ("numa", "numa_memory"), _given("numa")),
     Feature(
         "profile",
         ("profile", "profile_steps", "profile_ranks"),
-        _wants_profile,
+        _given("profile"),
         one_call="it would have steps of many calls; profile in the function, with torch.profiler",
         instead="torch.profiler in the function",
     ),

@@ -14,9 +14,10 @@ from mlaunch.features import FEATURES, asked_for
 
 if TYPE_CHECKING:
     from mlaunch.caller.launch.settle import Ended
+    from mlaunch.caller.options.launch_options import Options
     from mlaunch.caller.server.fork_server import ForkServer
     from mlaunch.caller.server.start_server import Interpreter
-    from mlaunch.core.parts import CallerPart, Delay, Grant, MachinePart, Spell, Tell
+    from mlaunch.core.parts import CallerPart, Delay, Grant, MachinePart, RankPart, Spell, Tell
     from mlaunch.protocol.spec import LaunchSpec
 
 
@@ -82,6 +83,14 @@ class CallerParts:
                 stack.callback(part.close)
 
 
+def sections_of(options: Options, parts: CallerParts | None) -> Mapping[str, object]:
+    """Return what a launch's other processes get. ``parts``: None: nobody holds any around the call."""
+    if parts is not None or not options.features:
+        return {} if parts is None else parts.sections
+    with CallerParts(options) as own:
+        return own.sections
+
+
 def room(feature: str, process: str, asked: str) -> Any:
     """Return a feature's module for a process. ``asked``: what was asked for, for the error where there is none."""
     try:
@@ -102,12 +111,34 @@ def _import(feature: str, process: str) -> Any:
     return importlib.import_module(f"mlaunch.{feature}.{process}")
 
 
-def around_call(spec: LaunchSpec, local_rank: int) -> contextlib.ExitStack:
-    """Return what a rank holds while it runs a function or a script, for all features that the launch has."""
-    with contextlib.ExitStack() as stack:
-        for name, section in spec.sections.items():
-            stack.enter_context(_import(name, "rank").part(section, spec.rank(local_rank)).around_call())
-        return stack.pop_all()
+class RankParts:
+    """Those of one rank."""
+
+    def __init__(self, spec: LaunchSpec, local_rank: int) -> None:
+        rank = spec.rank(local_rank)
+        self._parts: list[RankPart] = [_import(name, "rank").part(its, rank) for name, its in spec.sections.items()]
+
+    @property
+    def place(self) -> str:
+        return ", ".join(part.place for part in self._parts if part.place)
+
+    @property
+    def decides(self) -> set[str]:
+        return {name for part in self._parts for name in part.decides}
+
+    def begin(self, spec: LaunchSpec, local_rank: int) -> LaunchSpec:
+        """Have all act; return the launch with the variables that they have for this rank."""
+        usual = {name: value for part in self._parts for name, value in part.begin(spec, local_rank).items()}
+        if not usual:
+            return spec
+        return replace(spec, context=replace(spec.context, environ={**usual, **spec.context.environ}))
+
+    def around_call(self) -> contextlib.ExitStack:
+        """Return what the rank holds while it runs a function or a script."""
+        with contextlib.ExitStack() as stack:
+            for part in self._parts:
+                stack.enter_context(part.around_call())
+            return stack.pop_all()
 
 
 class MachineParts:
