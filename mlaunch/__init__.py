@@ -136,7 +136,9 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("mlaunch.comm")
     home = _HOMES.get(name)
     if home is None:
-        raise AttributeError(f"module 'mlaunch' has no attribute {name!r}")
+        from mlaunch.base.ported_names import advice
+
+        raise AttributeError(f"module 'mlaunch' has no attribute {name!r}{advice(name)}")
     globals()[name] = value = getattr(importlib.import_module(home), name)
     return value
 

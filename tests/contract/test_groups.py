@@ -40,7 +40,17 @@ def test_who_am_i() -> None:
             mlaunch.is_distributed(), mlaunch.WORLD.key, mlaunch.WORLD.is_single_machine, repr(mlaunch.WORLD),
         )  # fmt: skip
 
-    assert train() == [(rank, 2, rank, "gloo", True, "0,1", True, "<Group of ranks 0,1>") for rank in range(2)]
+    shown = "<Group of ranks 0,1; torch takes its .process_group>"
+    assert train() == [(rank, 2, rank, "gloo", True, "0,1", True, shown) for rank in range(2)]
+
+
+def test_torch_given_a_group_says_what_to_give() -> None:
+    @mlaunch.launcher(n_gpus=1, device_type="cpu")
+    def train() -> None:
+        dist.all_reduce(torch.ones(1), group=mlaunch.new_group([0]))  # type: ignore[arg-type]
+
+    with pytest.raises(ValueError, match=r"<Group of ranks 0; torch takes its \.process_group>"):
+        train()
 
 
 keeps_order = pytest.mark.skipif(

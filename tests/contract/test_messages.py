@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 from pathlib import Path
@@ -43,6 +44,31 @@ def test_a_world_that_is_too_small_for_this_machine() -> None:
 def test_a_name_that_the_package_lacks() -> None:
     with pytest.raises(AttributeError, match="module 'mlaunch' has no attribute 'lunch'"):
         _ = mlaunch.lunch
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("helper", "; coming from MegEngine: for get_device_count_by_fork() call torch.accelerator.device_count()"),
+        ("get_device_count_by_fork", "; coming from MegEngine: call torch.accelerator.device_count()"),
+        ("functional", "; coming from MegEngine: use torch.distributed: all_reduce, "),
+        ("launch_from_torch", "; coming from ColossalAI: call join_from_torch()"),
+        ("DistCoordinator", "; coming from ColossalAI: use mlaunch.comm: is_main_process()"),
+    ],
+)
+def test_a_name_of_another_launcher_says_what_to_use(name: str, words: str) -> None:
+    assert not hasattr(mlaunch, name)
+    with pytest.raises(AttributeError, match=re.escape(f"module 'mlaunch' has no attribute {name!r}{words}")):
+        getattr(mlaunch, name)
+
+
+def test_names_that_are_recommended_are_there() -> None:
+    from mlaunch import comm
+
+    for name in ("join_from_torch", "join_from_slurm", "join_from_openmpi", "override_backend", "get_py_server_addr"):
+        assert callable(getattr(mlaunch, name))
+    for name in ("is_main_process", "get_rank", "synchronize", "main_process_first"):
+        assert callable(getattr(comm, name))
 
 
 def test_a_decorated_classmethod() -> None:

@@ -25,25 +25,29 @@ import functools, runpy, sys
 import mlaunch
 
 mlaunch.launcher = functools.partial(mlaunch.launcher, start_method="fork")
-runpy.run_path(sys.argv[1], run_name="__main__")
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
 BY_FORK = [IMPORTED, "-c", FORKING]  # so that each library is imported once, by the script, and not by each rank
 TWO = ["--nproc-per-node", "2"]
+ACCELERATE = ["--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]  # else it is one process on CPUs
 BEFORE = {  # what starts a page's first listing, and what that needs
     "torchrun": ([*TORCHRUN, "--standalone", *TWO], ()),
     "spawn": ([IMPORTED], ()),
     "fork": ([IMPORTED], ()),
+    "accelerate_launch": ([IMPORTED, "-m", "accelerate.commands.launch", *ACCELERATE], ("accelerate",)),
     "notebook_launcher": ([IMPORTED], ("accelerate",)),
     "lightning": ([IMPORTED], ("lightning",)),
     "detectron2": ([IMPORTED], ()),
     "megengine": ([IMPORTED], ()),
     "colossalai": ([*TORCHRUN, "--standalone", *TWO], ()),
 }
-UNAVAILABLE = {"detectron2", "megengine", "colossalai"}  # as wheels of the package registry
+UNAVAILABLE = {"detectron2", "megengine", "colossalai"}  # as wheels for the Python and torch of the tests
 PLAIN = ("torchrun", "spawn", "detectron2", "megengine")  # the second is a script that this process itself can be
 OPTIMIZING = {"megengine": pytest.mark.slow}  # each rank imports what torch's optimizers need
 STARTED = {  # the others are started: a library that changes its process, or a command
     "fork": ([IMPORTED], ()),
+    "accelerate_launch": (BY_FORK, ("accelerate",)),
     "notebook_launcher": (BY_FORK, ("accelerate",)),
     "lightning": (BY_FORK, ("lightning",)),
     "colossalai": ([*MLAUNCH, *TWO], ()),
@@ -52,6 +56,7 @@ RESULTS = {
     "torchrun": r"loss of rank 0: 0\.001\d",
     "spawn": r"pi is about 3\.1[34]\d\d",
     "fork": r"pi is about 3\.1[34]\d\d",
+    "accelerate_launch": r"loss \d\.\d{4}",
     "notebook_launcher": r"loss \d\.\d{4}",
     "lightning": r"sum of weights \d\.\d{4}",
     "detectron2": r"pi is about 3\.1[34]\d\d, from 200000 samples",
@@ -103,7 +108,7 @@ def test_after_as_a_script(page: str) -> None:
     assert re.fullmatch(RESULTS[page], be_second(page))
 
 
-@pytest.mark.nightly("lightning", "colossalai")
+@pytest.mark.nightly("lightning", "colossalai", "accelerate_launch")
 @pytest.mark.slow
 @pytest.mark.parametrize("page", STARTED)
 def test_after_in_a_process_of_its_own(tmp_path: Path, page: str) -> None:
@@ -116,7 +121,7 @@ def test_after_in_a_process_of_its_own(tmp_path: Path, page: str) -> None:
 def test_before_and_after_print_the_same(tmp_path: Path, page: str) -> None:
     command, libraries = BEFORE[page]
     if page in UNAVAILABLE and importlib.util.find_spec(page) is None:
-        pytest.skip(f"{page} is not on the package registry; its listing is compiled, and only the port is run")
+        pytest.skip(f"{page} is not installed; its listing is compiled, and only the port is run")
     needs(*libraries)
     after = be_second(page) if page in PLAIN else start_second(tmp_path, page)
     assert start(tmp_path, f"{page}_before.py", command) == after

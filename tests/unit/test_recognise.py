@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from typing import Any
 
@@ -69,6 +70,8 @@ def test_recognition() -> None:
     assert place is not None
     assert place.host == "h7"
     assert recognise.recognise({**SLURM, **OPENMPI, **TORCH}).launcher == "torchrun"  # type: ignore[union-attr]
+    of_run = {**TORCH, "MLAUNCH_RANK_PID": str(os.getpid())}
+    assert recognise.recognise(of_run).launcher == "mlaunch run"  # type: ignore[union-attr]
     inside_mpi_init = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}  # of a task of srun's
     assert recognise.recognise({**SLURM, **OPENMPI, **inside_mpi_init}).launcher == "srun"  # type: ignore[union-attr]
 

@@ -61,7 +61,8 @@ class Group:
         return not is_distributed() or local_group.together(self.ranks)
 
     def __repr__(self) -> str:
-        return f"<Group of ranks {self.key}>"
+        # torch's errors about a group show its repr, so this is where somebody who gave it this one reads what to give.
+        return f"<Group of ranks {self.key}; torch takes its .process_group>"
 
 
 WORLD = Group(None)

@@ -72,7 +72,8 @@ def _places(environ: Mapping[str, str], names: tuple[str, ...]) -> list[str]:
 def from_torch(environ: Mapping[str, str]) -> RankInfo:
     rank, size, port = (_number(environ, name, "torchrun") for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     local = _optional(environ, "LOCAL_RANK"), _optional(environ, "LOCAL_WORLD_SIZE")
-    return RankInfo("torchrun", rank, size, _text(environ, "MASTER_ADDR", "torchrun"), port, *local)
+    launcher = "mlaunch run" if environ.get(OWNER) == str(os.getpid()) else "torchrun"
+    return RankInfo(launcher, rank, size, _text(environ, "MASTER_ADDR", "torchrun"), port, *local)
 
 
 def from_submitit(environ: Mapping[str, str]) -> RankInfo:
