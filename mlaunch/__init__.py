@@ -12,6 +12,7 @@ from mlaunch._version import __version__
 
 if TYPE_CHECKING:
     from mlaunch import comm
+    from mlaunch.agreed_stop.rank import stopping
     from mlaunch.base.exceptions import LaunchError, LaunchTimeout, RankFailure, RanksLost
     from mlaunch.caller.launcher import launcher
     from mlaunch.caller.ranks.held import Held, scatter
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from mlaunch.rank.for_users.logs import RankZeroFilter
     from mlaunch.rank.for_users.progress import progress, step
     from mlaunch.rank.for_users.reporting import report
-    from mlaunch.rank.stop_point import stopping
     from mlaunch.sweeps.caller.run_future import Run
     from mlaunch.sweeps.caller.sweep import Sweep
 
@@ -72,7 +72,7 @@ _NAMES = {
     "mlaunch.rank.for_users.logs": "RankZeroFilter",
     "mlaunch.rank.for_users.progress": "progress step",
     "mlaunch.rank.for_users.reporting": "report",
-    "mlaunch.rank.stop_point": "stopping",
+    "mlaunch.agreed_stop.rank": "stopping",
     "mlaunch.compat.rank.client": "Client",
     "mlaunch.compat.caller.server": "Server",
     "mlaunch.caller.report.launch_report": "LaunchReport",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 from mlaunch.base.frozen_record import frozen_record
@@ -21,6 +21,7 @@ class Feature:
         waits: A call may wait for it before it starts.
         servers: It may have a fork server at hand, before a fresh interpreter is started.
         variable: Of the environment, which asks for it; "0" is as good as none.
+        processes: Those besides the caller that make a part of its section: "rank", "member".
     """
 
     name: str
@@ -31,6 +32,10 @@ class Feature:
     waits: bool = False
     servers: bool = False
     variable: str = ""
+    processes: tuple[str, ...] = ()
+
+
+_STOP_GRACE = 300.0  # seconds, unless the options say something else
 
 
 def _never(_given: Mapping[str, Any]) -> bool:
@@ -43,29 +48,38 @@ def _wants_lease(given: Mapping[str, Any]) -> bool:
     return bool(given["lease"] or given["concurrent"] is not None or fewer)
 
 
-def _given(option: str) -> Callable[[Mapping[str, Any]], bool]:
-    """For what one option asks for."""
-    return lambda given: given[option] is not None
+def _wants_stop(given: Mapping[str, Any]) -> bool:
+    return given["stop_on"] is not None or given["stop_grace"] != _STOP_GRACE
+
+
+def _wants_profile(given: Mapping[str, Any]) -> bool:
+    return given["profile"] is not None
 
 
 # In the order in which they surround a call.
 FEATURES = (
     Feature("cells", (), _never),
     Feature("compat", (), _never),
+    Feature("agreed_stop", ("stop_on", "stop_grace"), _wants_stop),
     Feature("leases", ("lease", "concurrent"), _wants_lease, waits=True),
-    Feature("numa", ("numa", "numa_memory"), _given("numa")),
     Feature(
         "profile",
         ("profile", "profile_steps", "profile_ranks"),
-        _given("profile"),
+        _wants_profile,
         one_call="it would have steps of many calls; profile in the function, with torch.profiler",
         instead="torch.profiler in the function",
+        processes=("rank", "member"),
     ),
     Feature("pytest", (), _never),
     Feature("sweeps", (), _never),
     Feature("warm", (), _never, servers=True, variable="MLAUNCH_WARM"),
 )
 OPTIONS = frozenset(name for feature in FEATURES for name in feature.options)
+
+
+def of_one_call(names: Container[str]) -> bool:
+    """True if one of these features is for one call with ranks of its own."""
+    return any(feature.one_call for feature in FEATURES if feature.name in names)
 
 
 def asked_for(options: object) -> list[Feature]:

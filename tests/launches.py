@@ -179,7 +179,8 @@ def ask(word: str, launch: str = "", *, patient: bool = False) -> list[dict[str,
 
     ``word``: "status", "stacks", "why", "watch"; "stop" and "end" end them. ``patient``: wait as long as it takes.
     """
-    return running_launches.ask(word.encode(), launch, patient=patient)
+    said = import_module("mlaunch.agreed_stop.wire").STOP if word == "stop" else word.encode()
+    return running_launches.ask(said, launch, patient=patient)
 
 
 def ids_of(function: str) -> list[str]:
@@ -682,8 +683,3 @@ def lacks_libuv() -> bool:
 def leaves_no_descriptors() -> bool:
     """False with an older torch, which keeps descriptors of a group that was left."""
     return torch_version() >= import_module("mlaunch.rank.setup.group").DESTRUCTIBLE
-
-
-def be_on_machine(patch: pytest.MonkeyPatch, root: Path) -> None:
-    """Have ``numa=`` read /sys, /proc and /dev below this directory."""
-    patch.setattr(import_module("mlaunch.numa.caller.order"), "ROOT", str(root))

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from mlaunch.agent.questions import Questions
-from mlaunch.protocol.messages.control_messages import TellEntered, TellLooks, TellPlace
+from mlaunch.protocol.messages.control_messages import TellEntered, TellPlace, TellTurns
 from mlaunch.protocol.messages.launch_messages import Operations
 
 
 class EnteredRequests:
-    """What ranks tell. ``told``: by global rank, of those that have answered; ``looks``: how often they have called
-    ``mlaunch.stopping()`` in their present call; ``places``: their frames, if these were asked for."""
+    """What ranks tell. ``told``: by global rank, of those that have answered; ``turns``: how often their functions have
+    come by what features count, in their present call; ``places``: their frames, if these were asked for."""
 
     def __init__(self, questions: Questions) -> None:
         self._questions = questions
         self._asked: set[int] = set()  # numbers of the questions
         self.with_places = False  # they are asked for
         self.told: dict[int, Operations] = {}
-        self.looks: dict[int, int] = {}
+        self.turns: dict[int, int] = {}
         self.places: dict[int, list[tuple[str, str, str]]] = {}
 
     @property
@@ -28,10 +28,10 @@ class EnteredRequests:
         """Asks all, and forgets what was told before. ``place``: also where they are."""
         for number in self._asked:
             self._questions.drop(number)
-        self.told, self.looks, self.places, self._asked = {}, {}, {}, set()
+        self.told, self.turns, self.places, self._asked = {}, {}, {}, set()
         self.with_places = place
         for rank in self._questions.ranks():
             self._asked.add(self._questions.ask(rank, TellEntered(), self.told.__setitem__))
-            self._asked.add(self._questions.ask(rank, TellLooks(None), self.looks.__setitem__))
+            self._asked.add(self._questions.ask(rank, TellTurns(), self.turns.__setitem__))
             if place:
                 self._asked.add(self._questions.ask(rank, TellPlace(), self.places.__setitem__))

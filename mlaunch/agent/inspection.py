@@ -65,6 +65,7 @@ class Inspection:
         self._clock = clock
         self._start = clock()
         self._reception = Reception(spec.context.environ, registry.name_of(spec.launch_id, spec.rank_start))
+        self.facts: Callable[[], Mapping[str, object]] = dict  # of features, by their names
         self._visit = DebugVisit(lambda: self._spec)
         self._curious: list[tuple[_Tell, bytes]] = []  # those who wait for what ranks tell, with their word
         self._entered: EnteredRequests | None = None  # once somebody has asked why
@@ -84,8 +85,9 @@ class Inspection:
         On one machine of an engine's, whose caller would have to be asked, a stop is an end.
         """
         cluster = self._spec.cluster
-        asked_by = self._reception.asked_by if cluster is not None and cluster.by_engine else None
-        return asked_by if self._reception.stopped_by is None else self._reception.stopped_by
+        if self._reception.stopped_by is None and cluster is not None and cluster.by_engine:
+            return self._reception.asked_by
+        return self._reception.stopped_by
 
     @property
     def stopped_with(self) -> str:
@@ -97,10 +99,9 @@ class Inspection:
         """What who debugs makes of the call's deadline; None: nobody has."""
         return self._visit.hold
 
-    def take_request(self) -> int | None:
-        """Returns the process that asks for a stop at a step that the ranks agree on, once; None: none does."""
-        asked_by, self._reception.asked_by = self._reception.asked_by, None
-        return asked_by
+    def take_request(self) -> tuple[str, int] | None:
+        """Returns what a command has asked a feature to do, and its process, once; None: none has."""
+        return self._reception.take_request()
 
     def end_request(self) -> None:
         """Tells who asked for it that the call has stopped, where the ranks stay."""
@@ -190,6 +191,7 @@ class Inspection:
             "call": self._call(),
             "world_size": spec.world_size,
             "restart_count": spec.restart_count,
+            "features": self.facts(),
             "ranks": [self._of_rank(rank, word) for rank in self._ranks],
         }
 
@@ -204,7 +206,6 @@ class Inspection:
             "rank": rank.rank,
             "pid": rank.pid,
             "device": self._spec.device(rank.local_rank) or "-",
-            "place": self._board.place(rank.local_rank) or None,
             "state": _state(rank, phase),
         }
         if word != STATUS:
@@ -239,12 +240,12 @@ class Inspection:
         }  # fmt: skip
 
     def _marks(self, rank: RankProcess, phase: Phase) -> list[Any]:
-        """Says how far it is: phase, loop, looks, operations; None for what it has not told."""
+        """Says how far it is: phase, loop, turns, operations; None for what it has not told."""
         loop = self._board.loop(rank.local_rank)
         told = None if self._entered is None else self._entered.told.get(rank.rank)
-        looks = None if self._entered is None else self._entered.looks.get(rank.rank)
+        turns = None if self._entered is None else self._entered.turns.get(rank.rank)
         entered = None if told is None else _begun(told)
-        return [phase.value, loop.number, loop.done, looks, entered]
+        return [phase.value, loop.number, loop.done, turns, entered]
 
 
 def _begun(operations: Operations) -> int:

@@ -120,6 +120,8 @@ def _introduction(spec: LaunchSpec, cluster: Rendezvous) -> Join:
     """Says what this machine is."""
     # An engine's caller has given all machines the same; each command makes up an id where none is given.
     run_id = spec.command.run_id if spec.command is not None and not cluster.by_engine else ""
+    from mlaunch.agreed_stop.wire import terms_of  # which a launch on one machine does not need
+
     return Join(
         host=socket.gethostname(),
         rank_start=0 if spec.count_machines else spec.rank_start,
@@ -135,7 +137,7 @@ def _introduction(spec: LaunchSpec, cluster: Rendezvous) -> Join:
         max_restarts=spec.max_restarts,
         heartbeat_timeout=f"{cluster.heartbeat_timeout:g}",
         timeout="None" if spec.timeout is None else f"{spec.timeout:g}",
-        stop_grace=f"{spec.stop_grace:g}",
+        stop_grace=f"{terms_of(spec.sections).grace:g}",
         backend=spec.backend,
         run_id=printable(run_id, 255),
     )

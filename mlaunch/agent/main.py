@@ -183,7 +183,7 @@ def _supervise(
     inspection = Inspection(spec, ranks, results.board, time.monotonic)
     scene = Supervision(
         ranks, results, joined.server, launcher, parent, spec.grace_period, inspection, joined.peers,
-        stop_on=spec.stop_on, stop_grace=spec.stop_grace, said=watch.said,
+        sections=spec.sections, callers_signals=spec.callers_signals, said=watch.said,
     )  # fmt: skip
     supervisor = _begin(order, spec, scene, watch.left())
     went_well = _run(supervisor, spec, inspection, names, launcher)

@@ -17,15 +17,7 @@ from mlaunch.protocol.messages.machine_messages import (
     Refused,
     Waiting,
 )
-from mlaunch.protocol.messages.stop_messages import (
-    AskAll,
-    FreezeRanks,
-    NobodyLooks,
-    RanksFrozen,
-    StopOrder,
-    StopRanks,
-    ThawRanks,
-)
+from mlaunch.protocol.messages.part_messages import ForPart, PartSays
 from mlaunch.rendezvous.gate.membership import shortened
 from mlaunch.rendezvous.link.link_handle import Link
 
@@ -40,8 +32,8 @@ class Peers:
 
     def __init__(self, link: Link | None = None, timeout: float = 0.0, *, by_engine: bool = False) -> None:
         self._link = link
-        self.agree = link is not None and not by_engine  # on a step at which all stop
-        self._orders: list[StopOrder] = []
+        self.agree = link is not None and not by_engine  # each machine has a caller of its own
+        self._words: list[ForPart] = []
         self._timeout = timeout
         self._heard_at = time.monotonic()
         self._over, self._told = link is None, False
@@ -77,8 +69,8 @@ class Peers:
         match record:
             case AllGone():
                 self._over = True
-            case FreezeRanks() | ThawRanks() | StopRanks() | NobodyLooks():
-                self._orders.append(record)
+            case ForPart():
+                self._words.append(record)
             case RankFailure():
                 self._told = True
                 return record
@@ -88,13 +80,13 @@ class Peers:
                 assert_never(record)
         return None
 
-    def take_orders(self) -> list[StopOrder]:
-        """Returns what has come of a stop that all machines agree on, once."""
-        orders, self._orders = self._orders, []
-        return orders
+    def take_words(self) -> list[ForPart]:
+        """Returns what has come for features' parts from where the machines meet, once."""
+        words, self._words = self._words, []
+        return words
 
-    def say(self, record: AskAll | RanksFrozen) -> None:
-        """Says a word about such a stop."""
+    def say(self, record: PartSays) -> None:
+        """Says a word of a feature's part there."""
         if self._link is not None:
             self._link.channel.try_send(record)
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 from mlaunch.base.fds import memory_file
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.control_messages import About, Attach, HoldLimits, Question, StopAtLook, ThawLooks
+from mlaunch.protocol.messages.control_messages import About, Attach, HoldLimits, Question
 
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import ControlHears, ControlSays
+    from mlaunch.protocol.messages.part_messages import ForPart
 
 Take = Callable[[int, Any], None]  # gets the global rank, and what it has told
 _MOST = 16  # questions that one rank owes answers to: a channel that nobody reads is full at some 200
@@ -52,7 +53,7 @@ class Questions:
             self._channels[rank].try_send(Question(self._number, about), [memfd])
         return self._number
 
-    def tell(self, rank: int, record: ThawLooks | StopAtLook | HoldLimits | Attach, fds: Sequence[int] = ()) -> None:
+    def tell(self, rank: int, record: ForPart | HoldLimits | Attach, fds: Sequence[int] = ()) -> None:
         """Tells a rank something that it does not answer."""
         if rank in self._channels:
             self._channels[rank].try_send(record, fds)

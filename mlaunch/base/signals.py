@@ -29,11 +29,6 @@ def numbers_of(given: str, text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def numbers_of_option(stop_on: str | None) -> tuple[int, ...]:
-    """Returns the signals of ``stop_on=``."""
-    return () if stop_on is None else numbers_of(f"stop_on={stop_on!r}", stop_on)
-
-
 def name_of(number: int) -> str:
     """Returns its name as people write it: "TERM"."""
     return signal.Signals(number).name.removeprefix("SIG")

@@ -35,6 +35,14 @@ _SIGNALS = (
 )
 
 
+class EndSignal(BaseException):
+    """A signal to this process, which its ranks are to get as well, and end by."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
 class _Deferral:
     """One deferral of signals. ``handlers``: what handles them otherwise, by number."""
 

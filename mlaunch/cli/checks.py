@@ -10,7 +10,6 @@ import socket
 import stat
 from collections.abc import Mapping, Sequence
 
-from mlaunch.base import signals
 from mlaunch.base.log import log
 from mlaunch.caller.options.trouble_options import parse_stall
 from mlaunch.protocol import token as tokens
@@ -84,16 +83,6 @@ def signals_of(text: str) -> tuple[int, ...]:
             raise UsageError(f"--signals-to-handle {name}: no signal of this name can be handled")
         numbers.append(int(known))
     return tuple(numbers)
-
-
-def stop_signals_of(text: str | None) -> str | None:
-    """Checks what asks the ranks to stop."""
-    if text is not None:
-        try:
-            signals.numbers_of(f"--stop-on {text}", text)
-        except ValueError as error:
-            raise UsageError(str(error)) from None
-    return text
 
 
 def is_here(host: str) -> bool:

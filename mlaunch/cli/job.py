@@ -28,7 +28,6 @@ from mlaunch.cli.checks import (
     seconds_of,
     signals_of,
     stall_of,
-    stop_signals_of,
     token_of,
 )  # fmt: skip
 from mlaunch.core import load
@@ -42,6 +41,7 @@ _NO_ID = "none"  # torchrun's
 _BACKENDS = ("static", "c10d")
 _STDIN = "-"  # as python takes it
 _FUNCTION = re.compile(r"[\w.]+:[\w.]+")
+NUMA_MODES = ("node", "socket", "exclusive", "core-complex")
 COUNTED = ("auto", "gpu", "cpu", "xpu")
 
 
@@ -65,8 +65,6 @@ class Job:
     deadline: float | None
     max_restarts: int
     max_preemptions: int
-    stop_on: str | None
-    stop_grace: float
     stall: str | None
     of_features: Mapping[str, Any]  # options
     signals: tuple[int, ...]
@@ -74,6 +72,7 @@ class Job:
     role: str
     preload: tuple[str, ...]
     virtual_local_rank: bool
+    numa_binding: str | None
     oversubscribe: bool
     lease: int | None = None  # so many devices are waited for
     source: bytes | None = field(default=None, repr=False)  # of a script that cannot be read twice
@@ -99,8 +98,6 @@ class Job:
             grace_period=self.grace_period,
             deadline=self.deadline,
             max_restarts=self.max_restarts,
-            stop_on=self.stop_on,
-            stop_grace=self.stop_grace,
             stall=self.stall,
             join_timeout=self.join_timeout,
             token=self.token,
@@ -119,6 +116,8 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
     host, port, node_rank = _meeting(args, nodes, conf)
     if not 0 <= node_rank < nodes:
         raise UsageError(f"--node-rank {node_rank}: allowed: 0 to {nodes - 1}, since --nnodes is {nodes}")
+    if args.numa_binding not in {None, *NUMA_MODES}:
+        raise UsageError(f"--numa-binding {args.numa_binding}: allowed: {', '.join(NUMA_MODES)}")
     return Job(
         kind=kind,
         target=target,
@@ -136,8 +135,6 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
         deadline=None if args.deadline is None else seconds_of("--deadline", args.deadline),
         max_restarts=at_least(0, "--max-restarts", args.max_restarts),
         max_preemptions=preemptions_of(args.max_preemptions, args.engine),
-        stop_on=stop_signals_of(args.stop_on),
-        stop_grace=seconds_of("--stop-grace", args.stop_grace),
         stall=stall_of(args.stall),
         of_features={name: value for one in load.commands().values() for name, value in one.options_of(args).items()},
         signals=signals_of(args.signals_to_handle),
@@ -145,6 +142,7 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
         role=role_of(args.role),
         preload=tuple(name for name in (args.preload or "").split(",") if name),
         virtual_local_rank=args.virtual_local_rank,
+        numa_binding=args.numa_binding,
         oversubscribe=args.oversubscribe,
     )
 

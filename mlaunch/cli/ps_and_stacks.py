@@ -21,7 +21,7 @@ from mlaunch.caller.watching import EVERY, watch_all
 from mlaunch.caller.why_text import sentence
 from mlaunch.core import load
 from mlaunch.protocol import registry
-from mlaunch.protocol.visitors import ALL_STACKS, END, STACKS, STATUS, STOP, WHY
+from mlaunch.protocol.visitors import ALL_STACKS, END, STACKS, STATUS, WHY
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -184,7 +184,8 @@ def _stop(args: argparse.Namespace) -> int:
         raise LookupError(_none_of(args.caller) if args.caller and not found else which(start, found, "stop"))
     for launch in () if args.json else found:
         print(f"{'ending' if args.now else 'stopping'} {title_of(launch)}", flush=True)
-    told = ask(END if args.now else STOP, *ids, patient=True)
+    word = END if args.now else load.room("agreed_stop", "wire", "mlaunch stop").STOP
+    told = ask(word, *ids, patient=True)
     if refused := [answer["refused"] for answer in told if "refused" in answer]:
         raise LookupError(refused[0])
     if args.json:
@@ -223,7 +224,7 @@ def _entry(launch: Mapping[str, Any]) -> str:
     ]
     widths = [max(columns(row[column]) for row in rows) for column in range(3)]
     lines = ["  ".join(map(filled, row, [*widths, 0])) for row in rows]
-    return "\n".join([title_of(launch), *(f"  {line}".rstrip() for line in [_origin(launch), *lines])])
+    return "\n".join([title_of(launch), *(f"  {line}".rstrip() for line in [_origin(launch), *_facts(launch), *lines])])
 
 
 def _origin(launch: Mapping[str, Any]) -> str:
@@ -232,13 +233,16 @@ def _origin(launch: Mapping[str, Any]) -> str:
     return f"{launch['source'] or 'a process'} in {launch['cwd']}{runs}"
 
 
+def _facts(launch: Mapping[str, Any]) -> list[str]:
+    """Return a line for each feature that has something to say of the launch: "counting: calls 3"."""
+    return [
+        f"{feature}: {', '.join(f'{name} {value}' for name, value in facts.items())}"
+        for feature, facts in launch.get("features", {}).items()
+    ]
+
+
 def _each(ranks: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:
-    return [(str(rank["rank"]), str(rank["pid"]), _where(rank), rank["state"]) for rank in ranks]
-
-
-def _where(rank: Mapping[str, Any]) -> str:
-    """Says on which device it is, and where it was bound: "cuda:5, node 1, CPUs 24-47"."""
-    return ", ".join(text for text in (place_of_rank(rank), rank.get("place")) if text)
+    return [(str(rank["rank"]), str(rank["pid"]), place_of_rank(rank), rank["state"]) for rank in ranks]
 
 
 def _alike(ranks: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:

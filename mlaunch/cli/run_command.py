@@ -16,9 +16,9 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from mlaunch.base import rlimits
+from mlaunch.caller.interrupts import EndSignal
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.caller.server.start_server import Interpreter, start_interpreter
-from mlaunch.caller.stop_order import StopSignal
 from mlaunch.cli import flags
 from mlaunch.cli.checks import UsageError, behind_the_script
 from mlaunch.cli.job import Job, job_of, with_source
@@ -62,7 +62,7 @@ def main(argv: Sequence[str], *, prog: str = "mlaunch run", of_launch: bool = Fa
         rlimits.name_limit(error)
         fail(str(error), _RAISED)
         return _RAISED
-    except StopSignal as stop:
+    except EndSignal as stop:
         fail("\n".join([f"ended by {stop}", *getattr(stop, "__notes__", [])]), -stop.number)
         return SIGNALLED + stop.number
     finally:
@@ -122,10 +122,10 @@ def _server(like: Interpreter, environ: Mapping[str, str]) -> ForkServer:
 
 @contextlib.contextmanager
 def _stopping_at(numbers: Sequence[int]) -> Iterator[None]:
-    """Raises StopSignal in the main thread when one of these signals comes."""
+    """Raises EndSignal in the main thread when one of these signals comes."""
 
     def stop(number: int, _frame: FrameType | None) -> None:
-        raise StopSignal(number)
+        raise EndSignal(number)
 
     # One that was ignored when this command started (nohup) stays so.
     wanted = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]

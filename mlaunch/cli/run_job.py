@@ -18,7 +18,6 @@ from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.launch.start import start_launch
 from mlaunch.caller.report.history import History
 from mlaunch.caller.server.fork_server import ForkServer
-from mlaunch.caller.stop_order import StopOrder
 from mlaunch.cli.checks import UsageError
 from mlaunch.cli.job import Job
 from mlaunch.cli.job_spec import spec_of
@@ -29,7 +28,7 @@ from mlaunch.rank.setup import device
 if TYPE_CHECKING:
     from mlaunch.engines.engine import Engine
 
-Attempts = Callable[[StopOrder, CallerParts], Ended]  # all of a job; how the last one ended
+Attempts = Callable[[CallerParts], Ended]  # all of a job; how the last one ended
 _RAISED, _TIMED_OUT = 1, 124  # exit statuses
 
 
@@ -84,8 +83,7 @@ def _on_its_devices(
     size, environ = _on_devices(job, server, environ)
     if job.virtual_local_rank:
         _check_devices(size, environ, server.ready().runtime)
-    if not job.of_features.get("numa"):  # of which only the ranks know what it gives them
-        _say_threads(size, environ)
+    _say_threads(size, environ)
     return _launch(job, size, server, environ, wishes, held)
 
 
@@ -113,19 +111,19 @@ def _launch(
     directory = _directory(wishes, size, job)
     machine = ThisMachine(server.ready(), server.count_devices)
 
-    def attempts(order: StopOrder, parts: CallerParts) -> Ended:
+    def attempts(parts: CallerParts) -> Ended:
         def attempt(time_left: float | None, restart_count: int) -> Ended:
             number = Attempt(restart_count, time_left, parts)
             spec = spec_of(job, size, machine, environ, number, directory or "")
             output = output_plan(wishes, size, job.role, directory, lambda: handle.outcome.spec.rank_start)
             handle = start_launch(server, spec, None, output, History(), held)
             try:
-                order.attach(handle.ask_to_stop)
+                parts.attach(handle.tell_part)
                 return handle.wait()
             finally:
                 handle.close()
 
-        return with_restarts(attempt, job.name, job.deadline, job.max_restarts, say, lambda: order.reason)
+        return with_restarts(attempt, job.name, job.deadline, job.max_restarts, say, lambda: parts.is_last)
 
     return attempts
 
@@ -143,8 +141,8 @@ def _carry_out(job: Job, attempts: Attempts, parts: CallerParts) -> int:
     """Makes the attempts; returns the exit status of a job that has ended well, or was late."""
     begun = time.monotonic()
     try:
-        with StopOrder(job.stop_on) as order:
-            ended = attempts(order, parts)
+        with parts.around():
+            ended = attempts(parts)
             parts.settled(ended, say)
             ended.result()
     except LaunchTimeout as error:  # of the deadline, or of the time to join

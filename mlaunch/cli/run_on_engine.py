@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.output_plan import STREAMS, OutputPlan, Policy
-from mlaunch.caller.stop_order import StopOrder
 from mlaunch.cli.checks import UsageError
 from mlaunch.cli.engine_names import engine_named
 from mlaunch.cli.job import Job
@@ -51,10 +50,10 @@ class There:
         self._machines = engine.ask_for(job.nodes, None)
         self._work = Work(job.name, None, _command(job), (job.target, *job.args), job.path)
 
-    def run(self, order: StopOrder, parts: CallerParts) -> Ended:
+    def run(self, parts: CallerParts) -> Ended:
         """Runs the job; returns how the last attempt ended."""
         made = Attempts(self._machines, _options(self._job), self._work, self._output, self._tell)
-        return made.run(order, parts, self._job.max_preemptions)
+        return made.run(parts, self._job.max_preemptions)
 
     def close(self) -> None:
         self._machines.close()
@@ -83,8 +82,6 @@ def _options(job: Job) -> Options:
         grace_period=job.grace_period,
         deadline=job.deadline,
         max_restarts=job.max_restarts,
-        stop_on=job.stop_on,
-        stop_grace=job.stop_grace,
         stall=job.stall,
         join_timeout=job.join_timeout,
         oversubscribe=job.oversubscribe,
@@ -101,5 +98,6 @@ def _command(job: Job) -> ScriptTarget:
         run_id=job.run_id,
         error_dir="",
         virtual_local_rank=job.virtual_local_rank,
+        numa_binding=job.numa_binding,
         source=job.source,
     )

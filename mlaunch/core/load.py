@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
-from collections.abc import Generator, Iterator, Mapping
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.misuse import misuse
-from mlaunch.features import FEATURES, asked_for
+from mlaunch.features import FEATURES, Feature, asked_for
 
 if TYPE_CHECKING:
     from mlaunch.caller.launch.settle import Ended
-    from mlaunch.caller.options.launch_options import Options
     from mlaunch.caller.server.fork_server import ForkServer
     from mlaunch.caller.server.start_server import Interpreter
-    from mlaunch.core.parts import CallerPart, Delay, Grant, MachinePart, RankPart, Spell, Tell
+    from mlaunch.core.parts import CallerPart, Delay, Grant, MachinePart, Spell, Tell
     from mlaunch.protocol.spec import LaunchSpec
 
 
@@ -38,14 +39,14 @@ class CallerParts:
     Not a context manager of contextlib's, which would set attributes of what passes through it.
     """
 
-    def __init__(self, options: object, spell: Spell = as_keyword) -> None:
+    def __init__(self, options: object, spell: Spell = as_keyword, features: Sequence[Feature] | None = None) -> None:
         self._parts: dict[str, CallerPart] = {}
         try:
-            for feature in asked_for(options):
-                asked = spell(feature.options[0], getattr(options, feature.options[0]))
+            for feature in asked_for(options) if features is None else features:
+                asked = spell(*_asked(feature, options))
                 self._parts[feature.name] = room(feature.name, "caller", asked).part(options, spell)
         except BaseException:
-            self._close()
+            self.close()
             raise
         self.sections = {name: part.section for name, part in self._parts.items() if part.section is not None}
 
@@ -53,7 +54,24 @@ class CallerParts:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._close()
+        self.close()
+
+    @property
+    def is_last(self) -> bool:
+        """True if no attempt follows the present one."""
+        return any(part.is_last for part in self._parts.values())
+
+    def around(self) -> contextlib.ExitStack:
+        """Return what to hold around a call that this thread waits for."""
+        with contextlib.ExitStack() as stack:
+            for part in self._parts.values():
+                stack.enter_context(part.around())
+            return stack.pop_all()
+
+    def attach(self, tell: Callable[[str, object], None]) -> None:
+        """Take the way to the agent of an attempt that has begun; ``tell`` gets a feature's name and its word."""
+        for name, part in self._parts.items():
+            part.attach(functools.partial(tell, name))
 
     def acquire(self, grant: Grant, server: ForkServer, name: str) -> Generator[Delay, None, Grant]:
         """Wait for what an attempt needs, one part after the other; to be closed by whoever stops waiting."""
@@ -77,24 +95,31 @@ class CallerParts:
         for part in reversed(self._parts.values()):
             part.settled(ended, tell)
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Give up what they hold, if not in a ``with`` block."""
         with contextlib.ExitStack() as stack:  # all of them, whatever one raises
             for part in self._parts.values():
                 stack.callback(part.close)
 
 
-def sections_of(options: Options, parts: CallerParts | None) -> Mapping[str, object]:
-    """Return what a launch's other processes get. ``parts``: None: nobody holds any around the call."""
-    if parts is not None or not options.features:
-        return {} if parts is None else parts.sections
-    with CallerParts(options) as own:
-        return own.sections
+def _asked(feature: Feature, options: object) -> tuple[str, object]:
+    """Return the option that asks for a feature, with its value; its name, for one that each launch has."""
+    for name in feature.options:
+        if getattr(options, name) != getattr(type(options), name, None):
+            return name, getattr(options, name)
+    return feature.name, True
+
+
+def _with_part(sections: Mapping[str, object], process: str) -> Iterator[tuple[str, object]]:
+    """Yield the sections of which a process makes a part, with their features' names."""
+    wanted = {feature.name for feature in FEATURES if process in feature.processes}
+    return ((name, section) for name, section in sections.items() if name in wanted)
 
 
 def room(feature: str, process: str, asked: str) -> Any:
     """Return a feature's module for a process. ``asked``: what was asked for, for the error where there is none."""
     try:
-        return _import(feature, process)
+        return module_of(feature, process)
     except ModuleNotFoundError as error:
         if error.name != f"mlaunch.{feature}":
             raise
@@ -107,38 +132,23 @@ def room(feature: str, process: str, asked: str) -> Any:
         ) from None
 
 
-def _import(feature: str, process: str) -> Any:
+def module_of(feature: str, process: str) -> Any:
+    """Return a feature's module for a process, where something of the feature is under way."""
     return importlib.import_module(f"mlaunch.{feature}.{process}")
 
 
-class RankParts:
-    """Those of one rank."""
+def turns_here() -> int:
+    """Return how often this rank's function has come by what features count."""
+    found: list[Any] = [sys.modules.get(f"mlaunch.{feature.name}.rank") for feature in FEATURES]
+    return sum(module.turns() for module in found if hasattr(module, "turns"))
 
-    def __init__(self, spec: LaunchSpec, local_rank: int) -> None:
-        rank = spec.rank(local_rank)
-        self._parts: list[RankPart] = [_import(name, "rank").part(its, rank) for name, its in spec.sections.items()]
 
-    @property
-    def place(self) -> str:
-        return ", ".join(part.place for part in self._parts if part.place)
-
-    @property
-    def decides(self) -> set[str]:
-        return {name for part in self._parts for name in part.decides}
-
-    def begin(self, spec: LaunchSpec, local_rank: int) -> LaunchSpec:
-        """Have all act; return the launch with the variables that they have for this rank."""
-        usual = {name: value for part in self._parts for name, value in part.begin(spec, local_rank).items()}
-        if not usual:
-            return spec
-        return replace(spec, context=replace(spec.context, environ={**usual, **spec.context.environ}))
-
-    def around_call(self) -> contextlib.ExitStack:
-        """Return what the rank holds while it runs a function or a script."""
-        with contextlib.ExitStack() as stack:
-            for part in self._parts:
-                stack.enter_context(part.around_call())
-            return stack.pop_all()
+def around_call(spec: LaunchSpec, local_rank: int) -> contextlib.ExitStack:
+    """Return what a rank holds while it runs a function or a script, for all features that the launch has."""
+    with contextlib.ExitStack() as stack:
+        for name, section in _with_part(spec.sections, "rank"):
+            stack.enter_context(module_of(name, "rank").part(section, spec.rank(local_rank)).around_call())
+        return stack.pop_all()
 
 
 class MachineParts:
@@ -147,12 +157,13 @@ class MachineParts:
     def __init__(self, spec: LaunchSpec) -> None:
         self._parts: dict[str, MachinePart] = {}
         try:
-            for name, section in spec.sections.items():
-                self._parts[name] = _import(name, "member").part(section)
+            for name, section in _with_part(spec.sections, "member"):
+                self._parts[name] = module_of(name, "member").part(section)
         except BaseException:
             self.__exit__()
             raise
-        self.spec = replace(spec, sections={name: part.section for name, part in self._parts.items()})
+        own = {name: part.section for name, part in self._parts.items()}
+        self.spec = replace(spec, sections={**spec.sections, **own})
 
     def __enter__(self) -> MachineParts:
         return self
@@ -172,7 +183,7 @@ class MachineParts:
 def command(feature: str) -> Any:
     """Return the module that has a feature's flags or commands; None if it is not there."""
     try:
-        return _import(feature, "command")
+        return module_of(feature, "command")
     except ModuleNotFoundError as error:
         if not str(error.name).startswith(f"mlaunch.{feature}"):
             raise

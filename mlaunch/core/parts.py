@@ -4,10 +4,11 @@ A feature is a folder, ``mlaunch/profile``, with a file for each of these proces
 ``mlaunch/features.py``. The file's name says which process runs it::
 
     caller.py   part(options, spell) -> CallerPart      rank.py     part(section, rank) -> RankPart
-    member.py   part(section) -> MachinePart            command.py  GROUP, add(flags, group), options_of(args)
-                                                        and, for ``mlaunch doctor``, findings()
-    kernel.py   in a notebook's kernel                  wire.py     what these send each other
+                noted(news, name) -> Note                           answer(about), hear(word), turns() -> int
+    agent.py    part(scene) -> AgentPart                member.py   part(section) -> MachinePart
+    command.py  GROUP, add(group), options_of(args)     kernel.py   in a notebook's kernel
     plugin.py   what pytest loads                       server.py   in a fork server
+    wire.py     what these send each other
 
 ``core/load.py`` imports a file only where a launch has asked for the feature, and calls its ``part``. What the caller's
 part has for the other processes is its ``section``: the launch's spec carries it to them. A feature that methods ask
@@ -15,12 +16,19 @@ for, and no option (``cells``), has no ``part``: they take its module from ``cor
 rest knows nothing (``pytest``), or one that has fork servers at hand (``warm``): its ``caller.py`` has
 ``server(environ, like)``, which returns one for this process, or None. A command of its own is added by
 ``add_command(commands)``, and ``rows(environ)`` are its lines in ``mlaunch ps``.
+
+While a call runs, the parts talk: the caller's ``tell`` reaches ``AgentPart.hear``; ``Scene.ask`` and ``Scene.tell``
+reach ``answer`` and ``hear`` of ``rank.py``, in the rank's control thread, whatever its main thread does; ``Scene.say``
+reaches ``noted``, also in a caller that has no part. ``turns`` returns how often the rank's function has come by what
+the feature counts: a larger number is progress, which ``stall=`` sees. ``agent.py`` and ``rank.py`` are imported
+with the first word for them; ``rank.py`` with the call, if it makes a part of the section (``Feature.processes``).
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 from mlaunch.base.frozen_record import frozen_record
@@ -78,16 +86,40 @@ class Delay:
     row: tuple[str, ...] = ()
 
 
+@frozen_record
+class Note:
+    """What a launch notes of news from its agent. ``words``: for the user; ``facts``: for its report, by field."""
+
+    words: str = ""
+    facts: Mapping[str, object] = field(default_factory=dict)
+
+
 class CallerPart:
     """A feature's part of one call, in the process that calls.
 
     Made before the call's first attempt, which it refuses by an OSError or ValueError.
 
     Attributes:
-        section: What the call's other processes get, pickled; None: nothing, and they have no part.
+        section: What the call's other processes get, pickled; None: nothing, and they have no part. Signals that it
+            names as ``signals`` ask this part for something, so ranks do not end by them.
     """
 
     section: object = None
+
+    @property
+    def is_last(self) -> bool:
+        """True if no attempt follows the present one, however that ends: for ``stop_on=``, once a signal has come."""
+        return False
+
+    def around(self) -> contextlib.AbstractContextManager[object]:
+        """Return what to hold around a call that this thread waits for. ``stop_on=`` takes its signals over."""
+        return contextlib.nullcontext()
+
+    def attach(self, tell: Callable[[object], None]) -> None:
+        """Take the way to this feature's part in the agent of an attempt that has begun, also in a signal handler.
+
+        What ``tell`` gets is sent once there are ranks.
+        """
 
     def acquire(self, grant: Grant, server: ForkServer, name: str) -> Generator[Delay, None, Grant]:  # noqa: ARG002
         """Wait for what an attempt of the call ``name()`` needs, and return what it may use. ``lease=`` does.
@@ -111,27 +143,43 @@ class CallerPart:
 
 
 class RankPart:
-    """A feature's part of one rank, made as the first thing in its process.
-
-    Attributes:
-        place: Where it has put the rank, for ``mlaunch ps`` and reports; "": nowhere.
-        decides: Settings of the caller's process that the rank does not take over, by their names in
-            ``protocol/settings.py``.
-    """
-
-    place: str = ""
-    decides: tuple[str, ...] = ()
-
-    def begin(self, spec: LaunchSpec, local_rank: int) -> Mapping[str, str]:  # noqa: ARG002 - others need them
-        """Act before the rank has a thread, takes its surroundings or imports anything. ``numa=`` binds it.
-
-        Return environment variables for where the user has set none. What it raises is the rank's failure.
-        """
-        return {}
+    """A feature's part of one rank, made when its function or script is about to run."""
 
     def around_call(self) -> contextlib.AbstractContextManager[None]:
         """Return what to hold while the function or script runs. ``profile=`` records its steps."""
         return contextlib.nullcontext()
+
+
+class AgentPart:
+    """A feature's part of a launch, in its agent: made as ``part(scene)`` when the first word for it comes."""
+
+    @property
+    def looks_for_answers(self) -> bool:
+        """True if it has to hear soon of answers that ranks which stay send to their caller past the agent."""
+        return False
+
+    def hear(self, word: object, call: int) -> None:
+        """Take what the caller's part has told about the call of this number, which may be over: see ``Scene.call``."""
+
+    def hear_machines(self, word: object) -> None:
+        """Take a word from where machines meet that have callers of their own."""
+
+    def visited(self, pid: int) -> None:
+        """Do what a command of that process has asked for; it waits for the call's end. ``mlaunch stop`` does."""
+
+    def facts(self) -> Mapping[str, object]:
+        """Return what ``mlaunch ps`` shows of this feature, by name; numbers and texts."""
+        return {}
+
+    def due(self) -> Sequence[float]:
+        """Return when ``take_steps`` is to be called though nothing has come, on the scene's clock."""
+        return ()
+
+    def take_steps(self) -> None:
+        """Take the steps that are due. Called whenever anything has come, unless the launch is being ended."""
+
+    def over(self) -> None:
+        """Forget what was about a call: it is over, or the next one begins."""
 
 
 class MachinePart:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from mlaunch.agreed_stop.wire import NAME, AskToStop
 from mlaunch.base.fds import KeptFd, close_all, ready
 from mlaunch.caller.launch.watchdog import Killed, Limits, remove_names
 from mlaunch.caller.server.fork_server import ForkServer
@@ -43,11 +44,10 @@ from mlaunch.protocol.messages.member_messages import (
     Lease,
     Look,
     MachineDone,
-    PartSays,
     Printed,
     ServerEnded,
 )
-from mlaunch.protocol.messages.stop_messages import AskToStop, FreezeRanks, StopRanks, ThawRanks
+from mlaunch.protocol.messages.part_messages import ForPart, PartSays
 from mlaunch.protocol.payload import Payload
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ _READ, _PIPE = 32768, 65536  # bytes of what a rank prints: read at once, and in
 _FULL = 1 << 20  # bytes that wait to be sent, above which ranks that print must wait
 _LOOK_DELAY = 0.2  # seconds between looks at the board
 _WITH_CONTENT = (RankAnswered, RankGone, RanksBack, RanksStand)
-_CallRecord = NextCall | EndCall | MeetAgain | EndRanks | FreezeRanks | ThawRanks | StopRanks
+_CallRecord = NextCall | EndCall | MeetAgain | EndRanks | ForPart
 
 
 class MachineLaunch:
@@ -79,7 +79,7 @@ class MachineLaunch:
         self._alone = False  # the caller is gone
         self._pressed = False  # the fork server was killed here, since nobody behind it answered
         self._looks = Looks(stream, spec.context.environ)
-        self._signals = SignalsHere(spec.stop_on)
+        self._signals = SignalsHere(spec.callers_signals)
         self._agent = server.launch(spec, Payload(memfd=call) if call >= 0 else None)
 
     def run(self) -> None:
@@ -112,7 +112,7 @@ class MachineLaunch:
         if time.monotonic() >= self._look_at:
             self._tell_rows()
         if reason := self._signals.take():
-            self._stream.send(FromAgent(AskToStop(0, reason)))
+            self._stream.send(FromAgent(PartSays(NAME, AskToStop(reason))))
         killed = self._limits.kill_if_overdue()
         self._pressed = self._pressed or killed is Killed.SERVER
         if killed is Killed.NOTHING_LEFT:

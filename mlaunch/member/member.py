@@ -45,7 +45,7 @@ from mlaunch.protocol.messages.member_messages import (
     patience_of,
     versions,
 )
-from mlaunch.protocol.messages.stop_messages import FreezeRanks, StopRanks, ThawRanks
+from mlaunch.protocol.messages.part_messages import ForPart
 
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.member_streams import MemberHears, MembersStream
@@ -144,10 +144,8 @@ class _Member:
                 if self._plan is not None:
                     self._listen(None)
                     self._start(self._plan, record, content)
-            case Look() | Cancel() | NextCall() | EndCall() | MeetAgain() | EndRanks():
+            case Look() | Cancel() | NextCall() | EndCall() | MeetAgain() | EndRanks() | ForPart():
                 pass  # the launch that it is about is over
-            case FreezeRanks() | ThawRanks() | StopRanks():
-                pass
             case _:
                 assert_never(record)
         if content >= 0:

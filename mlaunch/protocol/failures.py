@@ -88,26 +88,22 @@ def from_deadline(seconds: float | None) -> RankFailure:
 
 def from_stop(pid: int, command: str = "mlaunch stop") -> RankFailure:
     """Describes that somebody ended the launch from elsewhere; ``pid``: whose ``command`` it was."""
-    return _of_run(f"was ended by {command} (pid {pid})", "stopped")
-
-
-def from_overdue_stop(what: str) -> RankFailure:
-    """Describes that ranks were asked to stop, and have not in time. ``what``: "did not stop within ..."."""
-    return _of_run(what, "stop_overdue")
+    return of_run(f"was ended by {command} (pid {pid})", "stopped")
 
 
 def from_stall(what: str) -> RankFailure:
     """Describes that ranks have got nowhere. ``what``: "made no progress for ...". Another attempt may."""
-    return _of_run(what, "stalled", final=False)
+    return of_run(what, "stalled", final=False)
 
 
 def from_debugger(rank: int, place: str) -> RankFailure:
     """Describes that the user has ended the launch at the prompt of a rank's debugger."""
     what = f"was ended from the debugger: q, or the end of input, at the prompt of rank {rank} ({place})"
-    return _of_run(what, "stopped")
+    return of_run(what, "stopped")
 
 
-def _of_run(what: str, kind: str, *, final: bool = True) -> RankFailure:
+def of_run(what: str, kind: str, *, final: bool = True) -> RankFailure:
+    """Describe why the whole run is ended. ``kind``: of the schema; ``final``: it is not started again."""
     return RankFailure(None, 0, what, host=_host(), subject="the run", final=final, kind=kind)
 
 

@@ -49,6 +49,7 @@ class ScriptTarget:
     error_dir: str  # for the files that torch's ``record`` writes; "": one of the agent's own, in ``temporary``
     temporary: str = "/tmp"
     virtual_local_rank: bool = False  # each rank sees one device, and is its local rank 0
+    numa_binding: str | None = None  # torch's name for a mode
     role_start: int | None = None  # of local rank 0 among all ranks with this role; None: its global rank
     role_size: int | None = None  # the number of those; None: all ranks
     source: bytes | None = field(default=None, repr=False)  # of a file that cannot be read twice, such as a pipe
@@ -114,8 +115,6 @@ class LaunchSpec:
     rank0_only: bool = False  # the caller wants the value of rank 0 alone
     command: ScriptTarget | None = None  # None: ranks receive a function
     time_left: float | None = None  # of the deadline, when this attempt begins; None: all of it
-    stop_on: tuple[int, ...] = ()  # signals that ask the ranks to stop (``mlaunch.stopping()``), by the caller
-    stop_grace: float = 300.0  # seconds in which they stop when they are asked to
     stall: float | None = None  # seconds without progress after which its caller says so; None: never
     stall_ends: bool = False  # and ends it
     debug: str = (
@@ -125,9 +124,9 @@ class LaunchSpec:
     piped: tuple[tuple[int, ...], ...] = ()  # by local rank: the streams that go to the launcher in pipes
 
     @property
-    def stops(self) -> bool:
-        """Whether the options say that the ranks ask ``mlaunch.stopping()``."""
-        return bool(self.stop_on)
+    def callers_signals(self) -> tuple[int, ...]:
+        """Signals that ask a feature's part in the caller for something (its section's ``signals``), and no rank."""
+        return tuple(number for section in self.sections.values() for number in getattr(section, "signals", ()))
 
     @property
     def seconds(self) -> float | None:

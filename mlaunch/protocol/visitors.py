@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.peer_process import is_this_user, peer_process, rights_lacking_to_peer
+from mlaunch.features import FEATURES
 from mlaunch.protocol import registry
 from mlaunch.protocol.messages.status_messages import StatusTold
 
@@ -19,11 +20,12 @@ if TYPE_CHECKING:
 STATUS, STACKS, ALL_STACKS, WHY = b"status", b"stacks", b"all stacks", b"why"
 PULSE = b"pulse"  # how far the ranks are
 WATCH = b"watch"  # the same, with where they are and what they use
-STOP, END = b"stop", b"end"  # at a step that the ranks agree on, if they ask; at once
+END = b"end"  # at once
+ASK = b"ask "  # with a feature's name: its part in the agent is to do what it does; who asks waits for the call's end
 DEBUG = b"debug"  # keeps the connection: ranks may be debugged as long as it is there
 ATTACH = b"attach "  # with a rank's number, who talks on this connection from then on
-_ACTS = {STOP, END, DEBUG}  # what changes the launch, or runs code in it
-_WORDS = {STATUS, STACKS, ALL_STACKS, WHY, PULSE, WATCH, STOP, END, DEBUG}
+_ACTS = {END, DEBUG}  # what changes the launch, or runs code in it
+_WORDS = {STATUS, STACKS, ALL_STACKS, WHY, PULSE, WATCH, END, DEBUG}
 _WORD_LIMIT = 64
 _MOST_VISITORS = 32  # who have said nothing yet
 
@@ -46,7 +48,7 @@ class Reception:
         self._visitors: dict[int, socket.socket] = {}
         self._stoppers: list[socket.socket] = []  # those who wait for the end
         self.stopped_by: int | None = None  # the process that has asked the launch to end at once
-        self.asked_by: int | None = None  # the process that asks the ranks to stop
+        self._request: tuple[str, int] | None = None  # what a feature is asked to do, and the process that asks
         self._listener: socket.socket | None = None
 
     def open(self) -> None:
@@ -83,9 +85,9 @@ class Reception:
         """Do what needs nobody else: send a visitor away, or keep one who waits for the end; False for questions."""
         if not word:
             visitor.close()
-        elif (word in _ACTS or word.startswith(ATTACH)) and (lacking := rights_lacking_to_peer(visitor)):
+        elif (word in _ACTS or word.startswith((ATTACH, ASK))) and (lacking := rights_lacking_to_peer(visitor)):
             answer(visitor, {"refused": _NOT_FROM_THERE.format(pid_of(visitor), lacking)})
-        elif word in {STOP, END}:
+        elif word == END or word.startswith(ASK):
             self._take_stopper(visitor, word)
         else:
             return False
@@ -97,7 +99,17 @@ class Reception:
         if word == END:
             self.stopped_by = pid_of(visitor)
         else:
-            self.asked_by = pid_of(visitor)
+            self._request = word.removeprefix(ASK).decode(), pid_of(visitor)
+
+    @property
+    def asked_by(self) -> int | None:
+        """The process that has asked a feature for something; None: none has, or ``take_request`` has returned it."""
+        return None if self._request is None else self._request[1]
+
+    def take_request(self) -> tuple[str, int] | None:
+        """Returns which feature is asked, and by which process, once; None: none is."""
+        request, self._request = self._request, None
+        return request
 
     def let_stoppers_go(self) -> None:
         """Tells those who wait for the end that it has come, as far as they asked for it."""
@@ -132,7 +144,8 @@ def _word_of(visitor: socket.socket) -> bytes:
     with contextlib.suppress(OSError):
         word = visitor.recv(_WORD_LIMIT)
         attaches = word.startswith(ATTACH) and word.removeprefix(ATTACH).isdigit()
-        return word if word in _WORDS or attaches else b""
+        asks = word.startswith(ASK) and word.removeprefix(ASK) in {feature.name.encode() for feature in FEATURES}
+        return word if word in _WORDS or attaches or asks else b""
     return b""
 
 

@@ -18,27 +18,23 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mlaunch.base.fds import in_forks
 from mlaunch.base.frames import RUNPY, is_bottom
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel, assert_never
 from mlaunch.protocol.messages.control_messages import (
     Attach,
-    FreezeLooks,
     HoldLimits,
     Question,
-    StopAtLook,
     TellEntered,
-    TellLooks,
     TellNumbers,
     TellPlace,
-    ThawLooks,
+    TellTurns,
     Told,
 )
 from mlaunch.protocol.messages.debug_messages import PromptSays
-from mlaunch.rank import in_step, stop_point
+from mlaunch.protocol.messages.part_messages import ForPart, PartAsks
+from mlaunch.rank import in_step
 from mlaunch.rank.setup import device
-from mlaunch.rank.stop_point import StopPoint
 
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import ControlHears, ControlSays, DebuggerHears, DebuggerSays
@@ -53,17 +49,10 @@ _held: list[HeldLimits] = []  # made when somebody debugs first
 
 def start(channel: Channel[ControlHears, ControlSays]) -> None:
     """Starts the thread, unknown to ``threading``: a program may count its threads, and wait for them at its end."""
-    stop_point.point = StopPoint()  # before the thread begins: its first question may be about this
-    in_forks(_forget)
-    _thread.start_new_thread(_answer_all, (channel, stop_point.point))
+    _thread.start_new_thread(_answer_all, (channel,))
 
 
-def _forget() -> None:
-    """Lets a fork of a rank be none: its looks count for nothing, and a lock may be taken that nobody will release."""
-    stop_point.point = None
-
-
-def _answer_all(channel: Channel[ControlHears, ControlSays], point: StopPoint) -> None:
+def _answer_all(channel: Channel[ControlHears, ControlSays]) -> None:
     # Faults are left open: a thread that causes one which it blocks is killed before any handler has written a stack.
     # A signal that the main thread blocks, in order to wait for it, would else come here, and end the process.
     _signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FAULTS)
@@ -73,13 +62,11 @@ def _answer_all(channel: Channel[ControlHears, ControlSays], point: StopPoint) -
             record, fds = channel.receive()
             match record:
                 case Question(number, about):
-                    payload.write(fds[0], _ANSWERS[type(about)](about, point))
+                    payload.write(fds[0], _ANSWERS[type(about)](about))
                     os.close(fds[0])
                     channel.send(Told(number))
-                case ThawLooks(call):
-                    point.thaw(call)
-                case StopAtLook(call, look, reason):
-                    point.stop_at(call, look, reason)
+                case ForPart(feature, _, word):
+                    _module_of(feature).hear(word)
                 case HoldLimits(held):
                     _hold_limits(held)
                 case Attach():
@@ -131,10 +118,23 @@ def _place() -> list[tuple[str, str, str]]:
     return frames
 
 
-_ANSWERS: dict[type, Callable[[Any, StopPoint], object]] = {
-    TellNumbers: lambda about, _point: in_step.since_the_call(about.call),
-    TellEntered: lambda _about, _point: in_step.entered(),
-    FreezeLooks: lambda about, point: point.freeze(about.call),
-    TellLooks: lambda about, point: point.looks(about.call),
-    TellPlace: lambda _about, _point: _place(),
+def _module_of(feature: str) -> Any:
+    """Return what a feature has in a rank."""
+    from mlaunch.core.load import module_of  # which most ranks do not need
+
+    return module_of(feature, "rank")
+
+
+def _turns(_about: TellTurns) -> int:
+    from mlaunch.core.load import turns_here
+
+    return turns_here()
+
+
+_ANSWERS: dict[type, Callable[[Any], object]] = {
+    TellNumbers: lambda about: in_step.since_the_call(about.call),
+    TellEntered: lambda _about: in_step.entered(),
+    TellTurns: _turns,
+    TellPlace: lambda _about: _place(),
+    PartAsks: lambda asked: _module_of(asked.feature).answer(asked.about),
 }

@@ -93,8 +93,6 @@ class FunctionRank(Rank):
     # Becoming a rank
 
     def _become_rank(self) -> None:
-        if self._spec.sections:
-            self._begin_parts()
         import torch
 
         args, spec = self._args, self._spec
@@ -127,10 +125,7 @@ class FunctionRank(Rank):
     def _take_settings(self) -> None:
         """Takes over the caller's, last: how ranks join is none of its business."""
         if self._args.inherited is None:
-            theirs = self._spec.context.settings
-            if self._parts is not None:
-                theirs = tuple(one for one in theirs if one[0] not in self._parts.decides)
-            settings.apply(theirs)
+            settings.apply(self._spec.context.settings)
 
     def _say_who(self) -> None:
         # Several launches may have one token: what ranks of one have signed counts for nothing in another.
@@ -178,9 +173,11 @@ class FunctionRank(Rank):
 
     def _call(self, function: Callable[..., Any], call: Call) -> Any:
         run = function if self._debugger is None else functools.partial(self._debugger.run, function)
-        if self._parts is None:
+        if not self._spec.sections:
             return run(*call.args, **call.kwargs)
-        with self._parts.around_call():
+        from mlaunch.core.load import around_call  # which most calls do not need
+
+        with around_call(self._spec, self._args.local_rank):
             return run(*call.args, **call.kwargs)
 
     def _outcome_of(self, _call: Call, value: object) -> object:

@@ -17,7 +17,7 @@ from mlaunch.protocol import calls, this_rank
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.messages.launch_messages import AnswerKind, Errand, Phase
 from mlaunch.protocol.payload import Payload
-from mlaunch.rank import held_objects, in_step, reload, stop_point
+from mlaunch.rank import held_objects, in_step, reload
 from mlaunch.rank.base import RankArgs, Task
 from mlaunch.rank.function import FunctionRank, UnpicklableValueError, leave_groups
 from mlaunch.rank.setup import group, process
@@ -110,8 +110,6 @@ class KeptRank(FunctionRank):
     def _run_call(self, task: Task) -> None:
         in_step.begin_call(task.number)
         this_rank.begin_call(task.number)
-        if stop_point.point is not None:
-            stop_point.point.begin_call(task.number)
         if _signal.getsignal(signal.SIGINT) != self._call_back:  # a call before has set another one
             signal.signal(signal.SIGINT, self._call_back)
         self._was_called_back = False

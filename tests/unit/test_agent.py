@@ -32,6 +32,7 @@ from mlaunch.agent.supervision.first_step import END_DELAY
 from mlaunch.agent.supervision.stack_requests import StackRequests, is_ending, request
 from mlaunch.agent.supervision.supervisor import Supervision, Supervisor
 from mlaunch.agent.supervision.system import System
+from mlaunch.agreed_stop.wire import NAME, AskToStop
 from mlaunch.base import linux
 from mlaunch.base.fds import OwnedFds
 from mlaunch.base.linux import wait_readable
@@ -45,7 +46,7 @@ from mlaunch.protocol.messages.debug_messages import HoldDeadline
 from mlaunch.protocol.messages.kept_messages import CallOver, EndCall, EndRanks, NextCall
 from mlaunch.protocol.messages.launch_messages import CAUSE_DELAY, AnswerKind, Cancel, Phase
 from mlaunch.protocol.messages.machine_messages import Refused
-from mlaunch.protocol.messages.stop_messages import AskToStop
+from mlaunch.protocol.messages.part_messages import ForPart
 from mlaunch.protocol.result_queue import Results
 from mlaunch.protocol.stack_dump import STACKS_TIMEOUT
 from mlaunch.rank import function, in_step
@@ -889,7 +890,7 @@ def parent() -> Iterator[tuple[int, int]]:
     os.waitpid(pid, 0)
 
 
-ASKED = [AskToStop(0, "asked"), Cancel()]
+ASKED = [ForPart(NAME, 0, AskToStop("asked")), Cancel()]
 
 
 @pytest.mark.parametrize(
@@ -983,7 +984,7 @@ def test_what_a_rank_has_answered_is_told_before_the_end_of_another() -> None:
 def test_the_end_of_a_call_is_that_of_the_request_to_stop_it() -> None:
     """Whose time would else be over in a call that nobody has asked to stop."""
     world, cleared, seen = World(size=1, kind=KeptSupervisor), list[int](), list[int]()
-    world.supervisor._stop.clear = lambda: cleared.append(world.supervisor._call.number)  # type: ignore[method-assign]
+    world.supervisor._parts.over = lambda: cleared.append(world.supervisor._call.number)  # type: ignore[method-assign]
     answer = functools.partial(world.answer, 0)
 
     def begin_the_next() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import random
@@ -15,23 +16,30 @@ from typing import Any, cast
 
 import pytest
 
-from mlaunch.agent.stop_request import why_not
-from mlaunch.base import signals
-from mlaunch.caller.ranks.stop_call import ask_to_stop
-from mlaunch.engines.launch.machines_stop import MachinesStop
-from mlaunch.member.lease_term import SignalsHere
-from mlaunch.protocol.agreed_stop import ANSWER_TIMEOUT, PAUSE, AgreedStop
-from mlaunch.protocol.messages.stop_messages import (
+from mlaunch.agreed_stop import rank
+from mlaunch.agreed_stop.agent import why_not
+from mlaunch.agreed_stop.caller import ask_to_stop
+from mlaunch.agreed_stop.rank import StopPoint, stopping
+from mlaunch.agreed_stop.wire import (
+    ANSWER_TIMEOUT,
+    NAME,
+    PAUSE,
+    AgreedStop,
     AskAll,
     AskToStop,
     FreezeRanks,
     NobodyLooks,
     RanksFrozen,
     StopRanks,
+    StopTerms,
     ThawRanks,
 )
-from mlaunch.rank import stop_point
-from mlaunch.rank.stop_point import StopPoint, stopping
+from mlaunch.base import signals
+from mlaunch.caller.ranks.kept_call import KeptCall
+from mlaunch.engines.launch.machines_stop import MachinesStop
+from mlaunch.member.lease_term import SignalsHere
+from mlaunch.protocol import this_rank
+from mlaunch.protocol.messages.part_messages import ForPart, PartSays
 from mlaunch.rendezvous.gate.gate_stop import GateStop
 from mlaunch.rendezvous.link import stop_words
 from tests.conftest import TORCH
@@ -126,15 +134,15 @@ def test_a_rank_that_does_not_answer_holds_up_the_others_for_a_moment_only() -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("in_step", [True, False])
-def test_threads_in_place_of_ranks_stop_at_the_same_look(in_step: bool) -> None:
+def test_threads_in_place_of_ranks_stop_at_the_same_look(in_step: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(7)
     for call in range(60):
+        monkeypatch.setattr(this_rank, "call", call)
         points = [StopPoint(), StopPoint()]
         barrier = threading.Barrier(2 if in_step else 1)
         ended: list[int] = []
 
-        def work(point: StopPoint, call: int = call, barrier: threading.Barrier = barrier) -> None:
-            point.begin_call(call)
+        def work(point: StopPoint, barrier: threading.Barrier = barrier) -> None:
             steps = 1
             while not point.look():
                 barrier.wait(60)
@@ -154,18 +162,19 @@ def test_threads_in_place_of_ranks_stop_at_the_same_look(in_step: bool) -> None:
         assert ended == [max(counts) + 1] * 2
 
 
-def test_a_request_for_one_call_is_none_for_the_next() -> None:
+def test_a_request_for_one_call_is_none_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = functools.partial(monkeypatch.setattr, this_rank, "call")
+    begin(1)
     point = StopPoint()
-    point.begin_call(1)
     assert (point.look(), point.freeze(1)) == ("", 1)
     point.stop_at(1, 2, "asked")
     assert (point.look(), point.look()) == ("asked", "asked")
-    point.begin_call(2)
-    assert (point.look(), point.looks(2)) == ("", 1)
+    begin(2)
+    assert (point.looks(), point.look(), point.looks(2)) == (0, "", 1)
     assert point.freeze(3) == 0  # a call that has not come here yet
     point.stop_at(3, 1, "early")
     assert point.look() == ""
-    point.begin_call(3)
+    begin(3)
     assert point.look() == "early"
 
 
@@ -203,7 +212,8 @@ class Visited:
     """What a MachinesStop asks of a Lookout."""
 
     def __init__(self, *, stops: bool) -> None:
-        self.launch = SimpleNamespace(stops=stops, stop_grace=60.0)
+        signals = (signal.SIGUSR1,) if stops else ()
+        self.launch = SimpleNamespace(sections={NAME: StopTerms(60.0, signals)})
         self.asked_by: int | None = None
         self.stopped_by: int | None = None
 
@@ -228,7 +238,7 @@ def test_machines_agree_as_ranks_do() -> None:
     stop, [first, second, told], sent = machines_stop(Visited(stops=True))
     stop.ask("TERM", 0)
     stop.ask("TERM", 0)
-    assert sent == [(0, FreezeRanks(0, "TERM")), (1, FreezeRanks(0, "TERM"))]
+    assert sent == [(number, ForPart(NAME, 0, FreezeRanks("TERM"))) for number in (0, 1)]
     sent.clear()
     stop.take(first, RanksFrozen(0, 3))
     stop.take(second, RanksFrozen(1, 8))  # of another call
@@ -237,8 +247,9 @@ def test_machines_agree_as_ranks_do() -> None:
     assert stop.serve() is None
     stop.take(second, RanksFrozen(0, 5))
     assert stop.serve() is None
-    assert sent == [(0, StopRanks(0, 6, "TERM")), (1, StopRanks(0, 6, "TERM"))]
-    assert [(record.reason, record.look) for record in told] == [("TERM", 6)]
+    assert sent == [(number, ForPart(NAME, 0, StopRanks(6, "TERM"))) for number in (0, 1)]
+    assert [(record.news.reason, record.news.look) for record in told] == [("TERM", 6)]
+    assert not stop.take(second, told[0].news)  # that is for the launch's handle
 
 
 def test_a_signal_on_a_machine_asks_the_ranks_of_all() -> None:
@@ -248,11 +259,11 @@ def test_a_signal_on_a_machine_asks_the_ranks_of_all() -> None:
     signal.signal(signal.SIGUSR1, before)
     assert [here.take(), here.take()] == ["USR1", ""]
     stop, [first, _, _], sent = machines_stop(Visited(stops=True))
-    stop.take(first, AskToStop(0, "\x1b[2J"))
-    assert sent.pop() == (1, FreezeRanks(0, r"\x1b[2J"))
+    stop.take(first, AskToStop("\x1b[2J"))
+    assert sent.pop() == (1, ForPart(NAME, 0, FreezeRanks(r"\x1b[2J")))
     stop, [first, _, _], sent = machines_stop(Visited(stops=True))
-    stop.take(first, AskToStop(0, "USR1"))
-    assert sent == [(0, FreezeRanks(0, "USR1")), (1, FreezeRanks(0, "USR1"))]
+    stop.take(first, AskToStop("USR1"))
+    assert sent == [(number, ForPart(NAME, 0, FreezeRanks("USR1"))) for number in (0, 1)]
 
 
 @pytest.mark.parametrize(("looks", "unused"), [(0, True), (1, False)])
@@ -267,16 +278,13 @@ def test_a_launch_on_machines_that_does_not_look_is_ended(looks: int, unused: bo
 
 
 def test_a_call_that_waits_for_its_ranks_is_asked_as_it_begins() -> None:
-    asked: list[str] = []
-    present, waits = SimpleNamespace(stop_reason=""), SimpleNamespace(stop_reason="")
-    session: Any = SimpleNamespace(present=present)
-    session.ask_to_stop = lambda: session.present.stop_reason and asked.append(session.present.stop_reason)
-    assert ask_to_stop(session, "TERM", cast(Any, waits))
-    assert (waits.stop_reason, asked) == ("TERM", [])
-    assert ask_to_stop(session, "asked")
-    assert asked == ["asked"]
-    session.present = None
-    assert not ask_to_stop(session, "asked")
+    call = cast("KeptCall", KeptCall.__new__(KeptCall))
+    call.words = []
+    ask_to_stop(call, "TERM")
+    passed_on: list[list[tuple[str, object]]] = []
+    call.session = cast(Any, SimpleNamespace(pass_words_on=lambda: passed_on.append(call.take_words())))
+    ask_to_stop(call, "asked")
+    assert passed_on == [[(NAME, AskToStop("TERM")), (NAME, AskToStop("asked"))]]
 
 
 class Wire:
@@ -290,6 +298,11 @@ class Wire:
 
     def write(self, line: bytes) -> None:
         self.said.append(json.loads(line))
+
+
+def said(news: object) -> dict[str, Any]:
+    """What the gate gets of an agent's news."""
+    return dict(stop_words.record_of(PartSays(NAME, news)))
 
 
 NONSENSE: list[dict[str, Any]] = [
@@ -310,12 +323,12 @@ def test_the_gate_agrees_with_machines_that_have_a_caller_each() -> None:
         for record in NONSENSE:
             stop.hear(0, record)
         assert [wire.said for wire in wires] == [[], [], []]
-        stop.hear(1, stop_words.record_of(AskAll("TERM", 60.0, unsure=False)))
+        stop.hear(1, said(AskAll("TERM", 60.0, unsure=False)))
         assert [wire.said for wire in wires] == [[{"freeze": "TERM"}]] * 3
         for looks in (True, -5, 10**4000, 1e300, 7.0):
             stop.hear(0, {"frozen": looks})
-        stop.hear(0, stop_words.record_of(RanksFrozen(0, 7)))
-        stop.hear(1, stop_words.record_of(RanksFrozen(0, 5)))
+        stop.hear(0, said(RanksFrozen(0, 7)))
+        stop.hear(1, said(RanksFrozen(0, 5)))
         assert len(wires[0].said) == 1
         stop.remove(2)
         assert [wire.said[-1] for wire in wires[:2]] == [{"stop_at": 8, "reason": "TERM"}] * 2
@@ -328,9 +341,9 @@ def test_the_gate_tells_who_asked_that_nobody_looks() -> None:
         stop, wires = GateStop(), [Wire(), Wire()]
         for number, wire in enumerate(wires):
             stop.add(number, cast("Any", wire))
-        stop.hear(1, stop_words.record_of(AskAll("asked", 60.0, unsure=True)))
+        stop.hear(1, said(AskAll("asked", 60.0, unsure=True)))
         for number in (0, 1):
-            stop.hear(number, stop_words.record_of(RanksFrozen(0, 0)))
+            stop.hear(number, said(RanksFrozen(0, 0)))
         assert wires[0].said == [{"freeze": "asked"}, {"thaw": 1}]
         assert wires[1].said == [{"freeze": "asked"}, {"thaw": 1}, {"unused": 1}]
 
@@ -338,10 +351,12 @@ def test_the_gate_tells_who_asked_that_nobody_looks() -> None:
 
 
 def test_orders_of_the_gate() -> None:
-    assert stop_words.order_of({"freeze": "TERM"}) == FreezeRanks(0, "TERM")
-    assert stop_words.order_of({"thaw": 1}) == ThawRanks(0)
-    assert stop_words.order_of({"stop_at": 8, "reason": "TERM"}) == StopRanks(0, 8, "TERM")
-    assert stop_words.order_of({"unused": 1}) == NobodyLooks()
+    orders: list[tuple[dict[str, Any], object]] = [
+        ({"freeze": "TERM"}, FreezeRanks("TERM")), ({"thaw": 1}, ThawRanks()), ({"unused": 1}, NobodyLooks()),
+        ({"stop_at": 8, "reason": "TERM"}, StopRanks(8, "TERM")),
+    ]  # fmt: skip
+    for record, order in orders:
+        assert stop_words.order_of(record) == ForPart(NAME, 0, order)
     for look in ("8", True, -5, 10**4000, 1e300, 8.0, None):
         assert stop_words.order_of({"stop_at": look, "reason": "TERM"}) is None
     assert stop_words.order_of({"beat": 1}) is None
@@ -350,5 +365,6 @@ def test_orders_of_the_gate() -> None:
 @pytest.mark.skipif(not TORCH, reason="its rank needs torch")
 @pytest.mark.ranks(1)
 def test_a_fork_of_a_rank_has_nothing_to_stop_at() -> None:
-    assert stop_point.point is not None
-    assert said_in_fork(lambda: f"{stopping()!r} {stop_point.point}") == "'' None"
+    rank._point.stop_at(this_rank.call, 1, "TERM")
+    assert (stopping(), said_in_fork(lambda: f"{stopping()!r} {rank.turns()}")) == ("TERM", "'' 1")
+    rank._point.stop_at(-1, 0, "")

@@ -12,7 +12,7 @@ from mlaunch.agent.questions import Questions
 from mlaunch.base import linux
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.control_messages import TellLooks, TellNumbers, Told
+from mlaunch.protocol.messages.control_messages import TellNumbers, TellTurns, Told
 from mlaunch.rank import control
 from tests.conftest import TORCH
 from tests.processes import said_in_fork
@@ -60,14 +60,14 @@ def test_entered_operations_are_asked_anew_each_time() -> None:
         for _ in range(2):
             question, [memfd] = theirs.receive()
             numbers.append(question.number)
-            payload.write(memfd, len(numbers) if isinstance(question.about, TellLooks) else (("0 cpu", (0, 1), 2),))
+            payload.write(memfd, len(numbers) if isinstance(question.about, TellTurns) else (("0 cpu", (0, 1), 2),))
             os.close(memfd)
     for number in numbers:
         theirs.send(Told(number))
         assert entered.pending
         questions.read([ours.fileno()])
     assert not entered.pending
-    assert (entered.told, entered.looks) == ({0: (("0 cpu", (0, 1), 2),)}, {0: 4})
+    assert (entered.told, entered.turns) == ({0: (("0 cpu", (0, 1), 2),)}, {0: 4})
     for end in (ours, theirs):
         end.close()
 

@@ -28,6 +28,7 @@ import pytest
 import torch.distributed as dist
 
 from mlaunch.agent.joining_machines import join_machines
+from mlaunch.agreed_stop.wire import NAME, FreezeRanks, StopRanks
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.caller.options.launch_options import Options
@@ -35,7 +36,7 @@ from mlaunch.protocol import channel
 from mlaunch.protocol import token as tokens
 from mlaunch.protocol.messages.launch_messages import Ready
 from mlaunch.protocol.messages.machine_messages import Beat, Done, Planned, Waiting
-from mlaunch.protocol.messages.stop_messages import FreezeRanks, StopRanks
+from mlaunch.protocol.messages.part_messages import ForPart
 from mlaunch.protocol.spec import Rendezvous
 from mlaunch.rendezvous import control_protocol, name_lookup, tcp_store
 from mlaunch.rendezvous.address import listen
@@ -677,8 +678,8 @@ def test_what_a_master_says_does_not_command_a_terminal() -> None:
     asyncio.run(talk())
     ours.close()
     theirs.close()
-    assert stop_words.order_of({"freeze": evil}) == FreezeRanks(0, shown)
-    assert stop_words.order_of({"stop_at": 3, "reason": evil}) == StopRanks(0, 3, shown)
+    assert stop_words.order_of({"freeze": evil}) == ForPart(NAME, 0, FreezeRanks(shown))
+    assert stop_words.order_of({"stop_at": 3, "reason": evil}) == ForPart(NAME, 0, StopRanks(3, shown))
 
 
 def test_a_plan_that_leads_elsewhere_is_not_followed() -> None:

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from mlaunch.caller import interrupts
-from mlaunch.caller.interrupts import allowed, deferred
+from mlaunch.caller.interrupts import EndSignal, allowed, deferred
 from mlaunch.caller.ranks.kept_call import RanksFuture
-from mlaunch.caller.stop_order import StopSignal
 from mlaunch.cli import run_command
 
 
@@ -233,7 +232,7 @@ def test_a_signal_that_was_ignored_when_the_command_began_does_not_end_it() -> N
     try:
         with run_command._stopping_at((signal.SIGHUP, signal.SIGINT)):
             signal.raise_signal(signal.SIGHUP)
-            with pytest.raises(StopSignal, match="SIGINT"):
+            with pytest.raises(EndSignal, match="SIGINT"):
                 signal.raise_signal(signal.SIGINT)
     finally:
         assert signal.signal(signal.SIGHUP, before) is signal.SIG_IGN

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from mlaunch.agreed_stop.wire import STOP
 from mlaunch.base import linux
 from mlaunch.base.confinement import confinement, is_filtered, rights_lacking
 from mlaunch.base.exceptions import LaunchError
@@ -22,7 +23,7 @@ from mlaunch.caller import running_launches
 from mlaunch.cli import main, ps_and_stacks
 from mlaunch.protocol import visitors
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.visitors import ATTACH, DEBUG, END, STATUS, STOP, Reception
+from mlaunch.protocol.visitors import ATTACH, DEBUG, END, STATUS, Reception
 from mlaunch.warm.caller import zygote_client, zygote_upkeep
 from mlaunch.warm.server.zygote import Zygote
 from mlaunch.warm.wire import import_facts, zygote_place

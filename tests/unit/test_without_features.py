@@ -18,14 +18,14 @@ CORE = [f"tests/contract/test_{name}.py" for name in ("calls", "failures", "outp
 SOME = "reduce or surroundings or env_option or closures or local or exit or last or ctrl_c or killed or shows_what"
 CALL = "mlaunch.launcher(print, 1, {})()"
 ASKS = {
+    "agreed_stop": ("stop_on='TERM'", CALL.format("stop_on='TERM'")),
     "cells": ("cells on ranks", "mlaunch.Ranks(n_gpus=1).cell('1')"),
     "leases": ("lease=True", CALL.format("lease=True")),
-    "numa": ("numa='node'", CALL.format("numa='node'")),
     "profile": ("profile='t'", CALL.format("profile='t'")),
     "sweeps": ("print.submit()", "mlaunch.launcher(print, 1).submit()"),
     "warm": ("MLAUNCH_WARM=30m", f"import os; os.environ['MLAUNCH_WARM'] = '30m'; {CALL.format('')}"),
 }
-FLAGS = {"leases": "--lease", "numa": "--numa-binding", "profile": "--profile"}
+FLAGS = {"agreed_stop": "--stop-on", "leases": "--lease", "profile": "--profile"}
 
 
 @pytest.fixture(scope="module", params=[feature.name for feature in FEATURES])

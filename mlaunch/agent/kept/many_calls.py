@@ -76,7 +76,7 @@ class KeptSupervisor(Supervisor):
         if not self._lacks_ranks():  # else its caller will hear of it
             due = None if record.deadline is None else self._clock() + record.deadline
             self._failed = False
-            self._stop.clear()
+            self._parts.over()
             self._begin(OngoingCall(record.number, record.deadline, due), record.data, fds[0] if fds else None)
         for fd in fds:
             os.close(fd)
@@ -84,7 +84,7 @@ class KeptSupervisor(Supervisor):
     def _catch_up(self) -> None:
         number = self._board.call
         if number > self._call.number:
-            self._stop.clear()
+            self._parts.over()
             self._call, self._failed = OngoingCall(number, None, None, from_launcher=True), False
             for rank in self._by_local_rank:
                 rank.expect(answered=False)
@@ -162,7 +162,7 @@ class KeptSupervisor(Supervisor):
     def _finish(self) -> None:
         self._stopping.end_call()
         self._call.due = None  # it could only be taken for the next call's
-        self._stop.clear()
+        self._parts.over()
         if self._inspection is not None:
             self._inspection.end_request()
         # As many as one record takes descriptors of go with CallOver, so that the launcher wakes once.
@@ -188,7 +188,7 @@ class KeptSupervisor(Supervisor):
 
     def _timeout(self) -> float | None:
         due = min(self._asking.at, self._call_back_at, self._lost_at)
-        if self._stop.reason and self._call.from_launcher:  # who is not told that ranks have answered it
+        if self._call.from_launcher and self._parts.look_for_answers:  # who is not told that ranks have answered it
             due = min(due, self._clock() + _LOOK_DELAY)
         ours = None if due == NEVER else max(0.0, due - self._clock())
         return min((one for one in (super()._timeout(), ours) if one is not None), default=None)

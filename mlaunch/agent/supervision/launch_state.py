@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -38,8 +38,8 @@ class Supervision:
     inspection: Inspection | None = None
     peers: Peers = field(default_factory=Peers)
     system: System = field(default_factory=System)
-    stop_on: tuple[int, ...] = ()  # as in LaunchSpec
-    stop_grace: float = 300.0
+    sections: Mapping[str, object] = field(default_factory=dict)  # as in LaunchSpec
+    callers_signals: tuple[int, ...] = ()
     # What the launcher has said while the ranks were forked, with descriptors.
     said: Sequence[tuple[AgentHears | None, list[int]]] = ()
 

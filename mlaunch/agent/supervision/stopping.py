@@ -60,7 +60,7 @@ class Stopping:
         self.endings = Endings(ranks, system)
         self._entered: EnteredRequests | None = None  # what ranks have entered, if that is to be told
         self._number: int = signal.SIGTERM  # which asks them to end
-        self._ignored = scene.stop_on  # signals of which ranks hear by the caller alone
+        self._ignored = scene.callers_signals  # signals of which ranks hear by the caller alone
         self._spares_leaving = True  # ranks that have answered are not signalled: they exit by themselves
 
     def due(self) -> list[float]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from mlaunch.agent.questions import Questions
 from mlaunch.agent.rank_process import RankProcess
-from mlaunch.agent.stop_request import StopRequest
+from mlaunch.agent.scene import AgentParts
 from mlaunch.agent.supervision.evidence import Evidence, limits_of
 from mlaunch.agent.supervision.launch_state import OngoingCall, SharedFailure, Supervision
 from mlaunch.agent.supervision.stopping import Stopping
@@ -60,7 +60,12 @@ class Supervisor:
         self._call = OngoingCall(-1, None, None)
         self._shared = SharedFailure(scene.peers, scene.system.clock)
         self._stopping = Stopping(self._ranks, scene, self._questions, self._begin_stopping)
-        self._stop = StopRequest(scene, self._questions)
+        self._parts = AgentParts(
+            scene.sections, scene.ranks, self._questions, scene.launcher, scene.peers,
+            clock=self._clock, call=lambda: self._call.number, fail=self._end_for_part,
+        )  # fmt: skip
+        if self._inspection is not None:
+            self._inspection.facts = self._parts.facts
         self._adopted = Adopted(scene.system, self._own_children)
 
     def begin_call(
@@ -125,7 +130,7 @@ class Supervisor:
         visit = self._inspection.due if self._inspection is not None else None
         steps = (None if self._stopping.begun else self._call.due, self._shared.farewell_at, visit, self._peers.due(),
                  self._adopted.due)  # fmt: skip
-        due = [*self._stopping.due(), *self._stop.due(), *(step for step in steps if step is not None)]
+        due = [*self._stopping.due(), *self._parts.due(), *(step for step in steps if step is not None)]
         return max(0.0, min(due) - self._clock()) if due else None
 
     # What happens
@@ -143,8 +148,12 @@ class Supervisor:
         self._call.obey(self._inspection.hold, self._clock())
         if self._inspection.stopped_by is not None and not self._stopping.begun:
             self._end_by(failures.from_stop(self._inspection.stopped_by, self._inspection.stopped_with), whole=True)
-        elif (asked_by := self._inspection.take_request()) is not None:
-            self._stop.ask("asked", self._call.number, asked_by)
+        elif (request := self._inspection.take_request()) is not None:
+            self._parts.visited(*request)
+
+    def _end_for_part(self, failure: RankFailure, whole: bool) -> None:
+        if not self._stopping.begun:
+            self._end_by(failure, whole=whole)
 
     def _end_by(self, failure: RankFailure, *, whole: bool) -> None:
         """Ends the call by a failure that is no rank's; with ``whole`` the launch."""
@@ -159,9 +168,7 @@ class Supervisor:
     def _take_steps(self) -> None:
         self._stopping.take_steps()
         if not self._stopping.begun:
-            self._stop.take_steps()
-            if (failure := self._stop.take_failure()) is not None:
-                self._end_by(failure, whole=self._stop.unused)
+            self._parts.take_steps()
 
     def _drain(self) -> None:
         answers = self._results.queue.drain()
@@ -232,7 +239,7 @@ class Supervisor:
         self._take_word(fd, *(self._launcher.hear() if fd == self._launcher.fileno() else (None, [])))
 
     def _take_word(self, fd: int, record: AgentHears | None, fds: list[int]) -> None:
-        if self._stop.obey(record, self._call.number) or self._is_asked(record) or self._obey(record, fds):
+        if self._parts.hear(record) or self._is_asked(record) or self._obey(record, fds):
             return
         if record is None:
             self._listening.discard(fd)
@@ -275,8 +282,8 @@ class Supervisor:
         if (failure := self._peers.hear(ready)) is not None:
             self._launcher.try_send(failure)
             self._stopping.follow(failure)
-        for order in self._peers.take_orders():
-            self._stop.hear_gate(order, self._call.number)
+        for word in self._peers.take_words():
+            self._parts.hear_machines(word)
 
 
 _WATCH_DELAY = 0.05  # seconds into a launch: shorter ones are spared the work

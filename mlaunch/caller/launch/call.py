@@ -35,7 +35,6 @@ from mlaunch.caller.report.history import History
 from mlaunch.caller.server import start_server
 from mlaunch.caller.server.fork_server import ForkServer, ServerGoneError
 from mlaunch.caller.server.warm import warm_server
-from mlaunch.caller.stop_order import StopOrder
 from mlaunch.caller.warn import warn_caller
 from mlaunch.core.parts import Grant
 from mlaunch.protocol.calls import Call
@@ -57,26 +56,36 @@ def call_on_ranks(
         options = _debugged(options, name)
     options = with_directory(options, name)
     flush_streams()  # what was printed before the call stands before what the ranks print
-    attempts = _Attempts(options, Call(function, args, kwargs), name, StopOrder(options.stop_on))
+    attempts = _Attempts(options, Call(function, args, kwargs), name)
     try:
+        if options.features:
+            return with_parts(options, lambda parts: dataclasses.replace(attempts, parts=parts).all())
         # Python runs signal handlers between any two steps, also between receiving a descriptor and keeping it: of
         # 400 interrupts within the first 12 ms of a call some leaked descriptors, and one lost the fork server's
         # first word.
-        with attempts.order, interrupts.deferred():
-            return _with_parts(attempts) if options.features else attempts.all()
+        with interrupts.deferred():
+            return attempts.all()
     except OSError as error:
         rlimits.name_limit(error)
         raise
 
 
-def _with_parts(attempts: _Attempts) -> Ended:
-    """Makes the attempts with the parts of what the options ask for."""
+def with_parts(options: Options, make: Callable[[CallerParts], Ended]) -> Ended:
+    """Return how the attempts ended that ``make`` makes with the parts of what the options ask for."""
     from mlaunch.core.load import CallerParts  # which most calls do not need
 
-    with CallerParts(attempts.options) as parts:
-        ended = dataclasses.replace(attempts, parts=parts).all()
-        parts.settled(ended, warn_caller)
-        return ended
+    parts: CallerParts | None = None
+    try:
+        with interrupts.deferred():
+            parts = CallerParts(options)
+        # Those that take signals over do so before the deferral, which passes them on where nothing is in flight.
+        with parts.around(), interrupts.deferred():
+            ended = make(parts)
+            parts.settled(ended, warn_caller)
+            return ended
+    finally:
+        if parts is not None:
+            parts.close()
 
 
 def _debugged(options: Options, name: str) -> Options:
@@ -98,13 +107,14 @@ class _Attempts:
     options: Options
     call: Call
     name: str
-    order: StopOrder
     parts: CallerParts | None = None
 
     def all(self) -> Ended:
         """Returns how the last one ended."""
         again = self.options.deadline, self.options.max_restarts
-        return with_restarts(self._make, self.name, *again, warn_caller, lambda: self.order.reason)
+        return with_restarts(
+            self._make, self.name, *again, warn_caller, lambda: self.parts is not None and self.parts.is_last
+        )
 
     def _make(self, time_left: float | None, restart_count: int) -> Ended:
         left = TRIES
@@ -138,7 +148,8 @@ class _Attempts:
             finally:
                 grant.give_back()
             try:
-                self.order.attach(handle.ask_to_stop)
+                if self.parts is not None:
+                    self.parts.attach(handle.tell_part)
                 ended = handle.wait()
                 if options.start_method == "forkserver":
                     hints.tell_imports(name, history.board)
@@ -186,12 +197,6 @@ def planned(
 
     ``surroundings``: of the moment at which it was asked for; None: that is now.
     """
-    if number.parts is None and grant.options.features:  # nobody holds parts of a call's own around it
-        from mlaunch.core.load import CallerParts
-
-        with CallerParts(grant.options) as parts:
-            number = dataclasses.replace(number, parts=parts)
-            return planned(grant, machine, name, number, surroundings)
     try:
         spec = plan(grant.options, machine, name, grant.environ, number)
         if number.parts is not None:

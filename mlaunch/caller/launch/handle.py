@@ -20,6 +20,7 @@ from mlaunch.base import linux
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.fds import KeptFd
 from mlaunch.caller import interrupts
+from mlaunch.caller.interrupts import EndSignal
 from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.launch.settle import Ended, add_note, settle
 from mlaunch.caller.launch.stall_watch import StallWatch
@@ -29,14 +30,13 @@ from mlaunch.caller.output.relay import Events, Relay
 from mlaunch.caller.report.history import History
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.server.fork_server import ServerGoneError
-from mlaunch.caller.stop_order import StopSignal
 from mlaunch.protocol import visitors
 from mlaunch.protocol.messages.debug_messages import Visited
 from mlaunch.protocol.messages.launch_messages import AgentStarted, Cancel, Finished, RankStarted, Reaped
 from mlaunch.protocol.messages.machine_messages import Waiting
+from mlaunch.protocol.messages.part_messages import ForPart, PartSays
 from mlaunch.protocol.messages.prepared_messages import CallBegun
 from mlaunch.protocol.messages.status_messages import StatusTold
-from mlaunch.protocol.messages.stop_messages import AskToStop
 from mlaunch.protocol.spec import LaunchSpec
 
 if TYPE_CHECKING:
@@ -61,14 +61,13 @@ class LaunchHandle:
     waiting: str = field(default="", init=False)  # for other machines
     ending: bool = field(default=False, init=False)  # it is being cancelled
     over: bool = field(default=False, init=False)  # the call that was begun last is, though its ranks stay
-    stop_reason: str = field(default="", init=False)  # why the ranks are to stop
     seen_as: str = field(default="", init=False)  # its ID for those who look at it; "": that of the launch
     said_last: Callable[[], str] = field(default=str, init=False)  # what ranks have reported, for the line
     never_began: bool = field(default=False, init=False)  # server or agent died before: nothing has run, try again
 
     def __post_init__(self) -> None:
         self._has_begun = False
-        self._stop_sent = False
+        self._unsent: list[tuple[str, object]] = []  # for parts in the agent, until there are ranks
         self._present_call = 0  # its number
         self._limits = Limits(self.spec.grace_period, self.spec.seconds, self.server.kill)
         self.outcome = Outcome(self.spec, self.relay.output.plan.directory)
@@ -88,15 +87,16 @@ class LaunchHandle:
         """Returns a descriptor that can be read when ``step`` has something to do."""
         return self.relay.fileno()
 
-    def ask_to_stop(self, reason: str) -> None:
-        """Asks the ranks to stop at a step that they agree on, as soon as there are any."""
-        self.stop_reason = self.stop_reason or reason
-        self._pass_stop_on()
+    def tell_part(self, feature: str, word: object) -> None:
+        """Sends a feature's part in the agent a word about the present call, as soon as there are ranks."""
+        self._unsent.append((feature, word))
+        self._send_words()
 
-    def _pass_stop_on(self) -> None:
-        if self.stop_reason and not self._stop_sent and self.history.board is not None:
-            self._stop_sent = True
-            self.agent.try_send(AskToStop(self._present_call, self.stop_reason))
+    def _send_words(self) -> None:
+        # A word that a signal handler adds meanwhile is sent by that, or here.
+        while self._unsent and self.history.board is not None:
+            feature, word = self._unsent.pop(0)
+            self.agent.try_send(ForPart(feature, self._present_call, word))
 
     def intact(self) -> bool:
         """Tells whether the descriptors are still its own: others may have closed them and opened files."""
@@ -141,7 +141,7 @@ class LaunchHandle:
                 with interrupts.allowed():
                     events = self.relay.wait(self.timeout())
         except BaseException as interrupt:  # Ctrl-C, or what another signal handler raised: end the launch first
-            self._cancel(interrupt.number if isinstance(interrupt, StopSignal) else 0)
+            self._cancel(interrupt.number if isinstance(interrupt, EndSignal) else 0)
             if self.outcome.stacks:
                 add_note(interrupt, f"{self.spec.name} was interrupted; {'; '.join(self.outcome.doing())}")
             self.outcome.interrupted_by(interrupt)
@@ -229,7 +229,7 @@ class LaunchHandle:
         self._has_begun = self._has_begun or begins
         self.history.take(record, fds)
         self.outcome.take(record, fds)
-        self._pass_stop_on()
+        self._send_words()
         if isinstance(record, Reaped) and record.exitcode != 0:
             remove_names(self.spec, self.outcome.spec)
         if isinstance(record, (Finished, Reaped)):
@@ -259,5 +259,16 @@ class LaunchHandle:
         elif isinstance(record, Visited):
             self._limits.hold(record.held)
             self._stall.hold(held=record.held)
+        elif isinstance(record, PartSays):
+            self._note(record)
         if words := words_on(self.spec.name, record):
             self.relay.output.say(words)
+
+    def _note(self, record: PartSays) -> None:
+        """Notes what a feature's part in the agent has to say."""
+        from mlaunch.core.load import module_of  # which most launches do not need
+
+        note = module_of(record.feature, "caller").noted(record.news, self.spec.name)
+        self.outcome.facts.update(note.facts)
+        if note.words:
+            self.relay.output.say(note.words)

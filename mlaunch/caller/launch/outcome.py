@@ -29,7 +29,6 @@ from mlaunch.protocol.messages.launch_messages import (
     ServerGone,
 )
 from mlaunch.protocol.messages.machine_messages import Refused
-from mlaunch.protocol.messages.stop_messages import StopAgreed
 from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.protocol.stack_dump import in_letters
@@ -59,7 +58,7 @@ class Outcome:
     stale: str = ""  # modules, with commas and times, of which ranks that stay run older code than their files hold
     leaving: bool = False  # ranks that stay were asked to
     late: bool = False  # the deadline passed before any failure
-    agreed_stop: StopAgreed | None = None  # the ranks were asked to stop, and have agreed where
+    facts: dict[str, object] = field(default_factory=dict)  # of features, for the report, by its fields
     interrupt: BaseException | None = None  # Ctrl-C, or what another signal handler raised
 
     def take(self, record: AgentSays, fds: Sequence[int]) -> None:
@@ -163,9 +162,6 @@ class Outcome:
         # A rank of another machine may lose its peers to it, and say so before that machine has passed its own.
         self.late = self.late or all(failure.consequence or failure.late for failure in self.failures)
 
-    def _take_stop(self, record: StopAgreed, _fds: Sequence[int]) -> None:
-        self.agreed_stop = record
-
     def _take_server(self, record: ServerGone, _fds: Sequence[int]) -> None:
         self.failures.append(failures.from_server(record.pid, record.exitcode, record.at))
 
@@ -192,7 +188,6 @@ _TAKERS: dict[type, Callable[[Outcome, Any, Sequence[int]], None]] = {
     RankStacks: Outcome._take_stacks,
     DeadlinePassed: Outcome._take_deadline,
     ServerGone: Outcome._take_server,
-    StopAgreed: Outcome._take_stop,
     Refused: Outcome._take_refusal,
     RankFailure: Outcome._take_failure,
     AgentFailed: Outcome._take_agents_failure,

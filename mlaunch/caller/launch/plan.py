@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from multiprocessing.process import current_process
 from typing import TYPE_CHECKING
 
-from mlaunch.base import child_debugging, linux, rlimits, signals
+from mlaunch.base import child_debugging, linux, rlimits
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.log import log
 from mlaunch.caller.launch import device_choice
@@ -46,6 +46,20 @@ class Attempt:
     parts: CallerParts | None = None
 
 
+def before_calls(options: Options, time_left: float | None = None) -> Attempt:
+    """Return the attempt that ranks are which are there before their calls.
+
+    They have parts of the features for which no call waits, and that no call has to itself.
+    """
+    features = [feature for feature in options.features if not (feature.waits or feature.one_call)]
+    if not features:
+        return Attempt(0, time_left)
+    from mlaunch.core.load import CallerParts  # which most launches do not need
+
+    with CallerParts(options, features=features) as parts:
+        return Attempt(0, time_left, parts)
+
+
 def plan(options: Options, machine: ThisMachine, name: str, environ: Mapping[str, str], attempt: Attempt) -> LaunchSpec:
     """Returns the launch that the options ask for on this machine. ValueError for what it does not have."""
     placed = place(options, machine, environ)
@@ -77,8 +91,6 @@ def plan(options: Options, machine: ThisMachine, name: str, environ: Mapping[str
         secret=os.urandom(16).hex() if cluster is None else cluster.token or "",
         context=context_of(environ),
         cluster=cluster,
-        stop_on=signals.numbers_of_option(options.stop_on),
-        stop_grace=options.stop_grace,
         stall=stall if cluster is None else None,
         debug=debug_word(options.debug, world_size) or child_debugging.address(),
         stall_ends=stall_ends,

@@ -14,7 +14,6 @@ from mlaunch.protocol.board import Board
 from mlaunch.protocol.messages.debug_messages import Visited
 from mlaunch.protocol.messages.launch_messages import NamesLeft, Phase
 from mlaunch.protocol.messages.machine_messages import MachineSilent, Waiting
-from mlaunch.protocol.messages.stop_messages import StopOverdue
 
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import AgentSays
@@ -61,8 +60,6 @@ def _phase_of_all(board: Board, size: int) -> str:
 
 def words_on(name: str, record: AgentSays) -> str:
     """Says what the user of the launch is told of a record; "": nothing."""
-    if isinstance(record, StopOverdue):
-        return _overdue_stop(name, record)
     if isinstance(record, NamesLeft):
         return _names_left(name, record)
     if isinstance(record, Visited):
@@ -78,11 +75,4 @@ def _names_left(name: str, record: NamesLeft) -> str:
     return (
         f"nobody is left to remove {shown} on host {record.host}, {in_bytes(record.size)} of memory that came during "
         f"{name} and that no process uses any more"
-    )
-
-
-def _overdue_stop(name: str, record: StopOverdue) -> str:
-    """Says at half time that ranks were asked to stop, and go on."""
-    return (
-        f"{name} was asked to stop {record.seconds:g} s ago, and runs: {record.why}; it is ended in {record.left:g} s"
     )

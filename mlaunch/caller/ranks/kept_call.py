@@ -100,6 +100,9 @@ class Runs(Protocol):
     def drive_in_callback(self, over: Callable[[], bool], due: float | None) -> None:
         """Drives until that is so, or the time has come, if a callback asks whose thread alone would do it."""
 
+    def pass_words_on(self) -> None:
+        """Sends what the call that runs has to tell."""
+
     def interrupt(self, call: KeptCall, interrupt: BaseException, *, again: bool) -> None:
         """Ends it because of an interrupt; the ranks, if that has come before."""
 
@@ -133,7 +136,7 @@ class KeptCall:
     _make: Callable[[], Ended] = field(init=False)  # finds out how it ended
     stale: str = ""
     over: bool = False
-    stop_reason: str = ""  # why its ranks are to stop; "": they are not
+    words: list[tuple[str, object]] = field(default_factory=list)  # for features' parts in the agent, once it runs
     unheard: bool = False  # the user waits for nothing of it, nor is told if ranks are lost in it
     _running: threading.Lock = field(default_factory=_held_lock)
 
@@ -145,6 +148,19 @@ class KeptCall:
         """Takes the future of this call; again, if other ranks are to run it."""
         if future is not None:
             future.queue(self)
+
+    def tell_part(self, feature: str, word: object) -> None:
+        """Sends a feature's part in the agent a word about this call, once it runs. For any thread."""
+        self.words.append((feature, word))
+        if hasattr(self, "session"):  # it is queued
+            self.session.pass_words_on()
+
+    def take_words(self) -> list[tuple[str, object]]:
+        """Returns what is to be sent, once."""
+        words = []
+        while self.words:  # another thread may add one
+            words.append(self.words.pop(0))
+        return words
 
     def begin(self) -> bool:
         """Tells whether to begin it; False if its future was cancelled."""

@@ -57,7 +57,7 @@ class KeptHandle(DirectHandle):
         board, content = self.history.board, call.content
         self.over, self._number, self._begun = False, call.number, time.monotonic()
         self._stall.begin(self._begun)
-        self._present_call, self.stop_reason, self._stop_sent = call.number, call.stop_reason, False
+        self._present_call, self._unsent = call.number, call.take_words()
         self._by_itself = len(self._direct) == self.spec.world_size
         # After a pause the processor's caches have forgotten us, and each line of Python costs three times what it
         # costs in a loop. So an outcome and an output of the call's own are made only if something else than values
@@ -76,7 +76,7 @@ class KeptHandle(DirectHandle):
             self._direct.send(board, call.number, content)
         else:
             self.agent.send(NextCall(call.number, call.spec.deadline, content.data), content.fds())
-        self._pass_stop_on()
+        self._send_words()
 
     def finish(self) -> tuple[Callable[[], Ended], str]:
         """Ends the call that is over; the ranks wait for the next one. Also returns what is stale in them.

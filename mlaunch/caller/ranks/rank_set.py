@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.exceptions import RanksLost
 from mlaunch.base.misuse import misuse
@@ -27,14 +27,15 @@ from mlaunch.caller.ranks.open_session import open_session
 from mlaunch.caller.ranks.session import RanksLaunch
 from mlaunch.caller.ranks.session_words import older_code
 from mlaunch.caller.ranks.stay_rules import StayRules
-from mlaunch.caller.ranks.stop_call import ask_to_stop
 from mlaunch.caller.report.launch_report import LaunchReport
-from mlaunch.caller.stop_order import StopOrder
 from mlaunch.caller.warn import warn_caller
 from mlaunch.protocol import calls
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.pickling_for import Destination
 from mlaunch.protocol.spec import Context, LaunchSpec
+
+if TYPE_CHECKING:
+    from mlaunch.core.load import CallerParts
 
 _KEPT = 20  # reports
 _sessions: weakref.WeakSet[RanksLaunch] = weakref.WeakSet()
@@ -83,10 +84,19 @@ class RankSet:
 
     def run(self, options: Options, call: Call) -> tuple[str, Ended]:
         """Makes a call and drives it to its end; returns whose it was, too. An interrupt ends it, and is raised."""
-        order = StopOrder(options.stop_on)
-        with order, interrupts.deferred():  # one for all of it: between the two nobody would end the call
-            session, made = self._submit(options, call, None)
-            order.attach(lambda reason: ask_to_stop(session, reason, made))
+        features = [feature for feature in options.features if not feature.waits]  # whose parts are of the ranks
+        if not features:
+            return self._run(options, call)
+        from mlaunch.core.load import CallerParts  # which most calls do not need
+
+        with CallerParts(options, features=features) as parts, parts.around():
+            return self._run(options, call, parts)
+
+    def _run(self, options: Options, call: Call, parts: CallerParts | None = None) -> tuple[str, Ended]:
+        with interrupts.deferred():  # one for all of it: between the two nobody would end the call
+            _, made = self._submit(options, call, None)
+            if parts is not None:
+                parts.attach(made.tell_part)
             ended = made.drive()
         self._note(ended.report, made.stale)
         return made.spec.launch_id, ended

@@ -15,7 +15,6 @@ from mlaunch.caller.ranks.held import Held
 from mlaunch.caller.ranks.kept_call import RanksFuture
 from mlaunch.caller.ranks.open_session import check_session
 from mlaunch.caller.ranks.rank_set import RankSet
-from mlaunch.caller.ranks.stop_call import ask_to_stop
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.report.user_frames import without_ours
 from mlaunch.caller.warn import warn_caller
@@ -248,7 +247,12 @@ class Ranks:
         Returns:
             Whether a call runs.
         """
-        return ask_to_stop(self._set.session, "asked")
+        from mlaunch.core.load import room  # which most programs do not need
+
+        call = self._set.session.present
+        if call is not None:
+            room("agreed_stop", "caller", "Ranks.stop()").ask_to_stop(call, "asked")
+        return call is not None
 
     def close(self, *, cancel_futures: bool = False) -> None:
         """End the ranks after the calls that were submitted. May be called again.

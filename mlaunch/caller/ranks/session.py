@@ -63,13 +63,14 @@ class RanksLaunch:
             raise RanksLost(self.why_lost or "the ranks were ended")
         self._driver.now_or_next(self._advance)
 
-    def ask_to_stop(self) -> None:
-        """Asks the ranks to stop in the present call, if that is to stop."""
-        self._driver.now_or_next(self._pass_stop_on)
+    def pass_words_on(self) -> None:
+        """Sends what the present call has to tell features' parts in the agent."""
+        self._driver.now_or_next(self._send_words)
 
-    def _pass_stop_on(self) -> None:
-        if self.present is not None and self.present.stop_reason:
-            self.handle.ask_to_stop(self.present.stop_reason)
+    def _send_words(self) -> None:
+        if self.present is not None and self.present.words:
+            for feature, word in self.present.take_words():
+                self.handle.tell_part(feature, word)
 
     def drive(self, call: KeptCall) -> None:
         """Drives a submitted call until it is over, or these ranks are gone. Can be interrupted."""
@@ -154,7 +155,7 @@ class RanksLaunch:
         with self.lock:
             if not self.ended.is_set():
                 try:
-                    self._pass_stop_on()
+                    self._send_words()
                     self._take_step()
                 except Exception as error:  # no descriptor is left, or a signal handler raised: what came is lost
                     self._break(error)

@@ -11,9 +11,9 @@ from mlaunch.caller.why_text import blamed, sentence, view_of
 
 _OF_LAUNCH: dict[str, Any] = {
     "id": "", "function": "", "age": 0.0, "caller": 0, "agent": 0, "cwd": "", "argv": [], "source": "", "given": "",
-    "call": None, "world_size": 0, "restart_count": 0,
+    "call": None, "world_size": 0, "restart_count": 0, "features": {},
 }  # fmt: skip
-_OF_RANK: dict[str, Any] = {"rank": 0, "pid": 0, "device": "-", "state": "", "host": None, "place": None}
+_OF_RANK: dict[str, Any] = {"rank": 0, "pid": 0, "device": "-", "state": "", "host": None}
 
 
 def running(told: Mapping[str, Any]) -> dict[str, Any]:

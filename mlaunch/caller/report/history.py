@@ -8,18 +8,17 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from mlaunch.base.exceptions import describe_exit
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.output import files
 from mlaunch.caller.report.launch_report import LaunchReport
-from mlaunch.caller.report.records import RankReport, Span, Stopped
+from mlaunch.caller.report.records import RankReport, Span
 from mlaunch.protocol.board import Board, in_order, read_times
 from mlaunch.protocol.messages.attached import BoardFds
 from mlaunch.protocol.messages.launch_messages import Phase, RankGone, RanksStarting, RankStarted
-from mlaunch.protocol.messages.stop_messages import StopAgreed
 from mlaunch.protocol.spec import LaunchSpec
 
 if TYPE_CHECKING:
@@ -39,6 +38,7 @@ _NAMES = {
 }
 
 
+_NOTHING: Mapping[str, Any] = {}
 _WARM = 0.05  # seconds: a fork server that was warm has imported nothing
 
 
@@ -85,7 +85,6 @@ class History:
 
         ``printed``: the end of each rank's output; None: it is not known.
         """
-        stop = outcome.agreed_stop
         board, start, now = self.board, outcome.spec.rank_start, time.monotonic()
         rows = [
             _Row(
@@ -94,12 +93,13 @@ class History:
                 _end(outcome, rank, self.gone.get(rank)),
                 outcome.values[rank].size if rank in outcome.values else None,
                 board.times(rank - start) if board is not None else (),
-                board.place(rank - start) if board is not None and outcome.spec.sections else "",
             )
             for rank, started in sorted(self.started.items())
         ]
         return _Once(
-            functools.partial(self._report, outcome.spec, outcome.log_dir, printed, rows=rows, now=now, stop=stop)
+            functools.partial(
+                self._report, outcome.spec, outcome.log_dir, printed, rows=rows, now=now, facts={**outcome.facts}
+            )
         )
 
     def report_of_values(
@@ -109,16 +109,12 @@ class History:
 
         ``sizes``: of their values, in bytes. ``begun``: when it began, in monotonic seconds.
         """
-        board, now = self.board, time.monotonic()
-        times = board.all_times() if board is not None else []
-        places = [""] * len(times)
-        if board is not None and spec.sections:  # of features, which alone place ranks
-            places = [board.place(rank) for rank in range(len(times))]
+        times, now = self.board.all_times() if self.board is not None else [], time.monotonic()
 
         def make() -> LaunchReport:
             rows = [
-                _Row(self.started[rank], None, "returned", size, row, place)
-                for rank, (size, row, place) in enumerate(zip(sizes, map(read_times, times), places, strict=True))
+                _Row(self.started[rank], None, "returned", size, row)
+                for rank, (size, row) in enumerate(zip(sizes, map(read_times, times), strict=True))
             ]
             history = dataclasses.replace(self, begun=begun, ready=begun)
             return history._report(spec, None, printed, rows=rows, now=now)
@@ -133,7 +129,7 @@ class History:
         *,
         rows: Sequence[_Row],
         now: float,
-        stop: StopAgreed | None = None,
+        facts: Mapping[str, Any] = _NOTHING,
     ) -> LaunchReport:
         return LaunchReport(
             name=spec.name,
@@ -144,7 +140,7 @@ class History:
             ranks=tuple(self._rank(row, spec, now) for row in rows),
             log_dir=files.kept(log_dir),
             printed=printed,
-            stopped=None if stop is None else Stopped(stop.reason, stop.asked, stop.look),
+            **facts,
             begun=time.time() - time.monotonic() + self.begun,
         )
 
@@ -158,7 +154,6 @@ class History:
             peak_memory=row.gone.peak_memory if row.gone is not None else 0,
             returned=row.returned,
             end=row.end,
-            place=row.place,
         )
 
     def _spans(self, row: _Row, now: float) -> Iterator[Span]:
@@ -180,7 +175,6 @@ class _Row:
     end: str
     returned: int | None
     times: Sequence[float]
-    place: str = ""
 
 
 def _end(outcome: Outcome, rank: int, gone: RankGone | None) -> str:

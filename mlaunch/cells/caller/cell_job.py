@@ -9,9 +9,9 @@ from typing import Any
 
 from mlaunch.caller.ranks.kept_call import KeptCall, RanksFuture
 from mlaunch.caller.ranks.session import RanksLaunch
-from mlaunch.caller.ranks.stop_call import ask_to_stop
 from mlaunch.cells.caller.cell_result import result_of
 from mlaunch.cells.wire import CellAnswer
+from mlaunch.core.load import room
 
 
 class CellJob(RanksFuture):
@@ -68,8 +68,11 @@ class CellJob(RanksFuture):
 
         Does not wait.
         """
-        session = self._session
-        return not self.done() and session is not None and ask_to_stop(session, "asked", self.call)
+        call = self.call
+        if self.done() or call is None:
+            return False
+        room("agreed_stop", "caller", "stop()").ask_to_stop(call, "asked")
+        return True
 
     @property
     def _session(self) -> RanksLaunch | None:

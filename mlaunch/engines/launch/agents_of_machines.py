@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from mlaunch.agreed_stop.wire import NAME, AskToStop
 from mlaunch.base.exceptions import RankFailure, describe_exit
 from mlaunch.base.fds import close_all, ready
 from mlaunch.engines.launch.machine import Machine, last_lines
@@ -40,14 +41,13 @@ from mlaunch.protocol.messages.member_messages import (
     FromAgent,
     MachineDone,
     MemberAnswer,
-    PartSays,
     Printed,
     Reports,
     Rows,
     Seen,
     ServerEnded,
 )
-from mlaunch.protocol.messages.stop_messages import AskToStop, RanksFrozen
+from mlaunch.protocol.messages.part_messages import ForPart, PartSays
 
 if TYPE_CHECKING:
     from mlaunch.core.load import CallerParts
@@ -145,8 +145,9 @@ class MergedAgent:
         record, fds = self._theirs.hear()
         if record is None:
             record, self._abandoned = Cancel(force=True), True
-        if isinstance(record, AskToStop):
-            self._stop.ask(record.reason, record.call)
+        if isinstance(record, ForPart):
+            if record.feature == NAME and isinstance(record.word, AskToStop):
+                self._stop.ask(record.word.reason, record.call)
         elif not self.lookout.obey(record, list(self._open.values()), self._theirs):
             self._obey(record, fds)
         close_all(fds)
@@ -212,7 +213,7 @@ class MergedAgent:
         elif not isinstance(record, Alive | MemberAnswer):  # an answer that came too late
             assert_never(record)
 
-    def _take_from_agent(self, machine: Machine, record: AgentSays | AskToStop, content: int) -> None:
+    def _take_from_agent(self, machine: Machine, record: AgentSays, content: int) -> None:
         if isinstance(record, RanksStarting):
             if not self._started:  # told once, as the start of all ranks
                 self._started = True
@@ -228,8 +229,8 @@ class MergedAgent:
                 self._send(Cancel(), but=machine)  # those that join would wait for it
         elif isinstance(record, Refused):
             self._refuse(record.text, late=record.late)
-        elif isinstance(record, RanksFrozen | AskToStop):
-            self._stop.take(machine, record)
+        elif isinstance(record, PartSays) and record.feature == NAME and self._stop.take(machine, record.news):
+            pass
         elif isinstance(record, RankFailure):
             self._take_peers_failure(machine, record)
         elif machine.place == 0 or not isinstance(record, Waiting):

@@ -10,7 +10,6 @@ from mlaunch.caller.launch.plan import Attempt
 from mlaunch.caller.launch.restarts import with_restarts
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.stop_order import StopOrder
 from mlaunch.core.load import CallerParts
 from mlaunch.engines.launch.engine_launch import MachinesLaunch, MakesPlan, Work
 from mlaunch.engines.launch.placed_machines import PlacedMachines
@@ -27,9 +26,9 @@ class Attempts:
         self._begun = 0  # attempts
         self._preempted = False  # the machines of the last one were taken
 
-    def run(self, order: StopOrder, parts: CallerParts | None, most: int) -> Ended:
+    def run(self, parts: CallerParts, most: int) -> Ended:
         """Returns how the last one ended. ``most``: how often machines may be taken, and it starts anew on others."""
-        self._order, self._parts, self._most = order, parts, most
+        self._parts, self._most = parts, most
         begun, left = time.monotonic(), self._options.deadline
         for number in range(most + 1):
             again = left, self._options.max_restarts
@@ -45,20 +44,20 @@ class Attempts:
         return ended
 
     def _is_to_stop(self) -> bool:
-        return self._preempted or bool(self._order.reason)
+        return self._preempted or self._parts.is_last
 
     def _attempt(self, time_left: float | None, _failed: int) -> Ended:
         self._machines.renew()
         number = Attempt(self._begun, time_left, self._parts)
         made = MachinesLaunch(self._machines, self._options, self._work, self._output, number)
         self._begun += 1
-        ended = made.run(self._order)
+        ended = made.run()
         self._preempted = self._may_start_anew(ended) and self._machines.preempted()
         return ended
 
     def _may_start_anew(self, ended: Ended) -> bool:
         """Tells whether it was stopped, or has failed, though nobody here has asked for its end."""
-        if not self._most or self._order.reason:
+        if not self._most or self._parts.is_last:
             return False
         stopped = ended.report().stopped
         if ended.error is None:

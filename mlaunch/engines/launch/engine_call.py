@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mlaunch.caller import interrupts
-from mlaunch.caller.launch.call import flush_streams
+from mlaunch.caller.launch.call import flush_streams, with_parts
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.output_plan import OutputPlan, output_plan, with_directory
-from mlaunch.caller.stop_order import StopOrder
 from mlaunch.caller.warn import warn_caller
-from mlaunch.core.load import CallerParts
 from mlaunch.engines.launch.attempts import Attempts
 from mlaunch.engines.launch.engine_launch import Work, with_hosts
 from mlaunch.engines.launch.placed_machines import PlacedMachines
@@ -38,8 +35,5 @@ def call_on_machines(
     def output(spec: LaunchSpec, hosts: dict[int, str]) -> OutputPlan:
         return with_hosts(output_plan(options, spec), hosts)
 
-    order = StopOrder(options.stop_on)
-    with order, interrupts.deferred(), CallerParts(options) as parts:
-        ended = Attempts(machines, options, work, output, warn_caller).run(order, parts, options.max_preemptions)
-        parts.settled(ended, warn_caller)
-        return ended
+    attempts = Attempts(machines, options, work, output, warn_caller)
+    return with_parts(options, lambda parts: attempts.run(parts, options.max_preemptions))

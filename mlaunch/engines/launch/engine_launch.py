@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TypeVar
 
 from mlaunch import features
-from mlaunch.base import signals
 from mlaunch.base.linux import working_directory
 from mlaunch.base.text import ranges
 from mlaunch.caller.launch.handle import LaunchHandle
@@ -24,8 +23,6 @@ from mlaunch.caller.output.relay import Relay
 from mlaunch.caller.report import notebook
 from mlaunch.caller.report.history import History
 from mlaunch.caller.server.attachments import in_memfds
-from mlaunch.caller.stop_order import StopOrder
-from mlaunch.core import load
 from mlaunch.engines.launch.agents_of_machines import MergedAgent
 from mlaunch.engines.launch.machine import Machine
 from mlaunch.engines.launch.machines import say
@@ -115,11 +112,12 @@ class MachinesLaunch:
     output: MakesPlan
     number: Attempt
 
-    def run(self, order: StopOrder) -> Ended:
-        """Runs it to its end; see ``call_on_machines``. ``order``: asks it to stop."""
+    def run(self) -> Ended:
+        """Runs it to its end; see ``call_on_machines``."""
         started = self.start_it()
         try:
-            order.attach(started.handle.ask_to_stop)
+            if self.number.parts is not None:
+                self.number.parts.attach(started.handle.tell_part)
             return started.handle.wait()
         finally:
             started.handle.close()
@@ -235,12 +233,10 @@ class MachinesLaunch:
             secret=tokens.draw(),  # long enough to be used without scrypt
             context=self._context(),
             rank0_only=self.options.results == "rank0",
-            stop_on=signals.numbers_of_option(self.options.stop_on),
-            stop_grace=self.options.stop_grace,
             stall=stall,
             stall_ends=stall_ends,
             command=self.work.command,
-            sections=load.sections_of(self.options, self.number.parts),
+            sections={} if self.number.parts is None else self.number.parts.sections,
         )
 
 

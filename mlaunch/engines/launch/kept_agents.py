@@ -32,7 +32,6 @@ from mlaunch.rank import in_step
 
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import AgentHears, AgentSays
-    from mlaunch.protocol.messages.stop_messages import AskToStop
 
 
 class _State(enum.Enum):
@@ -84,7 +83,7 @@ class KeptAgents(MergedAgent):
         elif self._state is _State.OVER and failed is None:
             self._unsaid, self._printed = CallOver(number), {}  # at once
 
-    def _take_from_agent(self, machine: Machine, record: AgentSays | AskToStop, content: int) -> None:
+    def _take_from_agent(self, machine: Machine, record: AgentSays, content: int) -> None:
         if isinstance(record, CallOver):
             self._take_back(machine)
         elif isinstance(record, RanksBack | RanksStand):

@@ -6,18 +6,22 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
-from mlaunch.base.text import printable
-from mlaunch.engines.launch.machine import Machine
-from mlaunch.engines.launch.visitors_of_machines import Lookout
-from mlaunch.protocol.agreed_stop import AgreedStop, is_look
-from mlaunch.protocol.messages.stop_messages import (
+from mlaunch.agreed_stop.wire import (
+    NAME,
+    AgreedStop,
     AskToStop,
     FreezeRanks,
     RanksFrozen,
     StopAgreed,
     StopRanks,
     ThawRanks,
+    is_look,
+    terms_of,
 )
+from mlaunch.base.text import printable
+from mlaunch.engines.launch.machine import Machine
+from mlaunch.engines.launch.visitors_of_machines import Lookout
+from mlaunch.protocol.messages.part_messages import ForPart, PartSays
 
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import AgentSays
@@ -36,6 +40,7 @@ class MachinesStop:
         self._there = there
         self._tell = tell
         self._lookout = lookout
+        self._terms = terms_of(lookout.launch.sections)
         self._agreed: AgreedStop | None = None
         self._call, self._reason, self._asked = 0, "", 0.0
         self._asked_by: int | None = None
@@ -56,7 +61,7 @@ class MachinesStop:
         if self._agreed is None and call == self._call:
             self._reason, self._asked, self._asked_by = reason, time.time(), by
             self._agreed = AgreedStop(self, time.monotonic)
-            self._agreed.begin(self._lookout.launch.stop_grace / 2)
+            self._agreed.begin(self._terms.grace / 2)
 
     def serve(self) -> int | None:
         """Takes in who asks by ``mlaunch stop``, and the steps that are due.
@@ -65,16 +70,23 @@ class MachinesStop:
             The process that wants the launch to end at once, or of whose wish nobody would hear; None: there is none.
         """
         if (asked_by := self._lookout.take_request()) is not None:
-            self.ask("asked", self._call, None if self._lookout.launch.stops else asked_by)
+            self.ask("asked", self._call, None if self._terms.expected else asked_by)
         self.take_steps()
         return self._unused_by if self._lookout.stopped_by is None else self._lookout.stopped_by
 
-    def take(self, machine: Machine, record: RanksFrozen | AskToStop) -> None:
-        """Takes in that a machine's ranks wait, or that a signal has come there which asks all ranks to stop."""
-        if isinstance(record, AskToStop):
-            self.ask(printable(record.reason, _REASON), self._call)
-        elif self._agreed is not None and record.call == self._call and is_look(record.looks):
-            self._agreed.freeze.take(machine.number, record.looks)
+    def take(self, machine: Machine, news: object) -> bool:
+        """Take in that a machine's ranks wait, or that a signal has come there which asks all ranks to stop.
+
+        Returns:
+            False if the news is for the launch's handle.
+        """
+        if isinstance(news, AskToStop):
+            self.ask(printable(news.reason, _REASON), self._call)
+        elif not isinstance(news, RanksFrozen):
+            return False
+        elif self._agreed is not None and news.call == self._call and is_look(news.looks):
+            self._agreed.freeze.take(machine.number, news.looks)
+        return True
 
     @property
     def due(self) -> float:
@@ -88,7 +100,7 @@ class MachinesStop:
         if self._asked_by is not None and (freeze.complete or time.monotonic() >= self.due):
             self._unused_by, self._asked_by = None if any(freeze.counts.values()) else self._asked_by, None
         if self._agreed.take_steps() and self._agreed.look is not None:
-            self._tell(StopAgreed(self._reason, self._asked, self._agreed.look))
+            self._tell(PartSays(NAME, StopAgreed(self._reason, self._asked, self._agreed.look)))
 
     # Those who agree
 
@@ -96,15 +108,15 @@ class MachinesStop:
         return [machine.number for machine in self._there.values()]
 
     def freeze(self, member: int) -> None:
-        self._send(member, FreezeRanks(self._call, self._reason))
+        self._send(member, FreezeRanks(self._reason))
 
     def thaw(self, member: int) -> None:
-        self._send(member, ThawRanks(self._call))
+        self._send(member, ThawRanks())
 
     def stop_at(self, member: int, look: int) -> None:
-        self._send(member, StopRanks(self._call, look, self._reason))
+        self._send(member, StopRanks(look, self._reason))
 
-    def _send(self, member: int, record: FreezeRanks | ThawRanks | StopRanks) -> None:
+    def _send(self, member: int, word: FreezeRanks | ThawRanks | StopRanks) -> None:
         for machine in self._there.values():
             if machine.number == member:
-                machine.stream.send(record)
+                machine.stream.send(ForPart(NAME, self._call, word))

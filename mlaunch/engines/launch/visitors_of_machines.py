@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from mlaunch.agreed_stop import wire as agreed_stop
 from mlaunch.base.fds import close_in_forks
 from mlaunch.base.linux import working_directory
 from mlaunch.engines.launch.machine import Machine
@@ -75,8 +76,8 @@ class Lookout:
 
     def take_request(self) -> int | None:
         """Returns the process that asks for a stop at a step that the ranks agree on, once; None: none does."""
-        asked_by, self._reception.asked_by = self._reception.asked_by, None
-        return asked_by
+        request = self._reception.take_request()
+        return request[1] if request is not None and request[0] == agreed_stop.NAME else None
 
     def end_request(self) -> None:
         """Tells who asked for it that the call has stopped, where the ranks stay."""

@@ -11,7 +11,7 @@ from typing import NoReturn, TypeAlias
 
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.control_messages import Attach, HoldLimits, Question, StopAtLook, ThawLooks, Told
+from mlaunch.protocol.messages.control_messages import Attach, HoldLimits, Question, Told
 from mlaunch.protocol.messages.debug_messages import (
     HoldDeadline,
     PromptAsks,
@@ -59,35 +59,21 @@ from mlaunch.protocol.messages.machine_messages import (
     Refused,
     Waiting,
 )
+from mlaunch.protocol.messages.part_messages import ForPart, PartSays
 from mlaunch.protocol.messages.prepared_messages import BeginCall, CallBegun, PrepareNext
 from mlaunch.protocol.messages.server_messages import CountDevices, DeviceCount, Free, Retire, ServeNext, StartLaunch
 from mlaunch.protocol.messages.status_messages import StatusTold, TellStatus
-from mlaunch.protocol.messages.stop_messages import (
-    AskAll,
-    AskToStop,
-    FreezeRanks,
-    RanksFrozen,
-    StopAgreed,
-    StopOrder,
-    StopOverdue,
-    StopRanks,
-    ThawRanks,
-)
 
 # A caller and its fork server.
 ServerHears = StartLaunch | PrepareNext | CountDevices | Retire
 ServerSays = Ready | NotReady
 CountingSays = DeviceCount  # a fork of the fork server that counts devices
 # A launcher and the launch's agent. The fork server says the first word and the last one.
-AgentHears = (
-    (BeginCall | Cancel | HoldDeadline | TellStatus)
-    | (NextCall | EndCall | EndRanks | MeetAgain)
-    | (AskToStop | FreezeRanks | ThawRanks | StopRanks)
-)
+AgentHears = (BeginCall | Cancel | HoldDeadline | TellStatus) | (NextCall | EndCall | EndRanks | MeetAgain) | ForPart
 AgentSays = (
     (AgentStarted | AgentFailed | CallBegun | RanksStarting | RankStarted | RankAnswered | RankStacks | RankGone)
     | (DeadlinePassed | ServerGone | NamesLeft | Finished | Reaped | StatusTold | Visited)
-    | (CallOver | RanksStand | RanksBack | StopAgreed | StopOverdue | RanksFrozen)
+    | (CallOver | RanksStand | RanksBack | PartSays)
     | (Waiting | MachineSilent | Refused | RankFailure)
 )
 LaunchersEnd: TypeAlias = Channel[AgentSays, AgentHears]
@@ -98,11 +84,11 @@ RestingAgentSays = Free
 # An agent and one of its ranks, which answers on the result queue; and this rank's control thread.
 RankHears = RunCall | AnswerFile | Release | DirectCall
 RankSays = NoReturn
-ControlHears = Question | ThawLooks | StopAtLook | HoldLimits | Attach
+ControlHears = Question | ForPart | HoldLimits | Attach
 ControlSays = Told
 # The caller and the debugger in a rank.
 DebuggerHears = PromptLine
 DebuggerSays = PromptSays | PromptAsks | PromptLeft
 # An agent and its link to the other machines.
-LinkHears = RankFailure | AskAll | RanksFrozen | Done
-LinkSays = Waiting | Refused | RankFailure | Beat | Planned | AllGone | StopOrder
+LinkHears = RankFailure | PartSays | Done
+LinkSays = Waiting | Refused | RankFailure | Beat | Planned | AllGone | ForPart

@@ -1,7 +1,7 @@
 """The records between an agent and the control thread of each of its ranks, on a channel of the rank's own.
 
 agent -> rank   Question                        (attached: the memfd for the answer)
-agent -> rank   ThawLooks, StopAtLook
+agent -> rank   ForPart                         (of part_messages.py, as PartAsks is)
 agent -> rank   HoldLimits
 agent -> rank   Attach                          (attached: the socket of who debugs, see debug_messages.py)
 rank -> agent   Told                            (the answer is in that memfd)
@@ -10,6 +10,7 @@ rank -> agent   Told                            (the answer is in that memfd)
 from __future__ import annotations
 
 from mlaunch.base.frozen_record import frozen_record
+from mlaunch.protocol.messages.part_messages import PartAsks
 
 
 @frozen_record
@@ -20,33 +21,8 @@ class TellNumbers:
 
 
 @frozen_record
-class FreezeLooks:
-    """Lets the rank's next look in this call (``mlaunch.stopping``) wait; asks how many there were."""
-
-    call: int
-
-
-@frozen_record
-class TellLooks:
-    """Asks how many looks there were. ``call``: None for the present one."""
-
-    call: int | None
-
-
-@frozen_record
-class ThawLooks:
-    """Lets a look that waits go on: there is no decision."""
-
-    call: int
-
-
-@frozen_record
-class StopAtLook:
-    """Says at which look of this call all ranks stop."""
-
-    call: int
-    look: int
-    reason: str
+class TellTurns:
+    """Asks how often the rank's function has come by what features count: a larger number is progress."""
 
 
 @frozen_record
@@ -74,7 +50,7 @@ class TellPlace:
     """Asks where the rank's main thread is: its Python frames, as ``stack_dump.main_frames`` returns them."""
 
 
-About = TellNumbers | TellEntered | FreezeLooks | TellLooks | TellPlace
+About = TellNumbers | TellEntered | TellTurns | TellPlace | PartAsks
 
 
 @frozen_record

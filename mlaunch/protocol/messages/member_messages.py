@@ -21,7 +21,6 @@ from mlaunch.protocol.spec import ScriptTarget
 
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import AgentSays
-    from mlaunch.protocol.messages.stop_messages import AskToStop
 
 MARK = b"mlaunch-member "
 MODULE = "mlaunch.member.main"
@@ -156,7 +155,7 @@ class Start:
 class FromAgent:
     """A record of the machine's agent. The content: what was in the descriptor beside it."""
 
-    record: AgentSays | AskToStop  # which a scheduler's signal makes of a member
+    record: AgentSays  # or what a member says in its place
 
 
 @dataclass(frozen=True)
@@ -166,14 +165,6 @@ class Printed:
     rank: int
     stream: int  # 1 or 2
     data: bytes
-
-
-@dataclass(frozen=True)
-class PartSays:
-    """What a feature's part on this machine has for its part in the caller."""
-
-    feature: str
-    news: object
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from mlaunch.protocol.messages.member_messages import (
     Look,
     MachineDone,
     MemberAnswer,
-    PartSays,
     Printed,
     Reach,
     Reports,
@@ -30,12 +29,12 @@ from mlaunch.protocol.messages.member_messages import (
     ServerEnded,
     Start,
 )
-from mlaunch.protocol.messages.stop_messages import FreezeRanks, StopRanks, ThawRanks
+from mlaunch.protocol.messages.part_messages import ForPart, PartSays
 
 # A caller and a member; of a launch what its agent is to hear, too.
 MemberHears = (
     (Lease | AskOffer | Listen | Reach | Start | Look)
-    | (Cancel | NextCall | EndCall | MeetAgain | EndRanks | FreezeRanks | ThawRanks | StopRanks)
+    | (Cancel | NextCall | EndCall | MeetAgain | EndRanks | ForPart)
 )  # fmt: skip
 MemberSays = (
     MemberAnswer

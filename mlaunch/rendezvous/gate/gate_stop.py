@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Mapping
 
-from mlaunch.protocol.agreed_stop import AgreedStop, is_look
+from mlaunch.agreed_stop.wire import AgreedStop, is_look
 from mlaunch.rendezvous import control_protocol
 from mlaunch.rendezvous.control_protocol import Record
 

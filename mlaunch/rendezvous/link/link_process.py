@@ -25,7 +25,7 @@ from mlaunch.base.text import printable
 from mlaunch.protocol.channel import Channel, assert_never
 from mlaunch.protocol.messages.launch_messages import CAUSE_DELAY
 from mlaunch.protocol.messages.machine_messages import AllGone, Beat, Done, Planned, Refused
-from mlaunch.protocol.messages.stop_messages import AskAll, RanksFrozen
+from mlaunch.protocol.messages.part_messages import PartSays
 from mlaunch.protocol.spec import Rendezvous
 from mlaunch.rendezvous import control_protocol
 from mlaunch.rendezvous.address import interface_of
@@ -171,7 +171,7 @@ class LinkProcess:
             case RankFailure():
                 self._failed = self._failed or not record.consequence
                 self._post({"failure": asdict(record)})
-            case AskAll() | RanksFrozen():
+            case PartSays():
                 self._post(stop_words.record_of(record))
             case Done():
                 self._post({"done": 1})

@@ -6,9 +6,10 @@ gate -> link   {"freeze": reason}, {"thaw": 1}, {"stop_at": look, "reason": reas
 
 from __future__ import annotations
 
-from mlaunch.base.text import printable
-from mlaunch.protocol.agreed_stop import is_look
-from mlaunch.protocol.messages.stop_messages import (
+from typing import cast
+
+from mlaunch.agreed_stop.wire import (
+    NAME,
     AskAll,
     FreezeRanks,
     NobodyLooks,
@@ -16,29 +17,39 @@ from mlaunch.protocol.messages.stop_messages import (
     StopOrder,
     StopRanks,
     ThawRanks,
+    is_look,
 )
+from mlaunch.base.text import printable
+from mlaunch.protocol.messages.part_messages import ForPart, PartSays
 from mlaunch.rendezvous.control_protocol import Record
 
 _CALL = 0  # the number of the one call of such a launch
 _REASON = 100  # bytes
 
 
-def record_of(said: AskAll | RanksFrozen) -> Record:
-    """Returns what is sent to the gate."""
-    if isinstance(said, RanksFrozen):
-        return {"frozen": said.looks}
-    return {"stop": said.reason, "patience": said.patience, "unsure": said.unsure}
+def record_of(said: PartSays) -> Record:
+    """Return what is sent to the gate: nothing else comes from features than this one."""
+    news = said.news
+    if isinstance(news, RanksFrozen):
+        return {"frozen": news.looks}
+    ask = cast(AskAll, news)
+    return {"stop": ask.reason, "patience": ask.patience, "unsure": ask.unsure}
 
 
-def order_of(record: Record) -> StopOrder | None:
-    """Reads what the gate wants of ranks; None if the record is about something else, or makes no sense."""
+def order_of(record: Record) -> ForPart | None:
+    """Read what the gate wants of ranks; None if the record is about something else, or makes no sense."""
+    order = _order_of(record)
+    return None if order is None else ForPart(NAME, _CALL, order)
+
+
+def _order_of(record: Record) -> StopOrder | None:
     if "unused" in record:
         return NobodyLooks()
     if "thaw" in record:
-        return ThawRanks(_CALL)
+        return ThawRanks()
     if "freeze" in record:
-        return FreezeRanks(_CALL, printable(str(record["freeze"]), _REASON))
+        return FreezeRanks(printable(str(record["freeze"]), _REASON))
     look = record.get("stop_at")
     if is_look(look):
-        return StopRanks(_CALL, look, printable(str(record.get("reason")), _REASON))
+        return StopRanks(look, printable(str(record.get("reason")), _REASON))
     return None

@@ -15,7 +15,7 @@ from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.ranks.keep import on_shared
 from mlaunch.caller.ranks.kept_call import KeptCall, RanksFuture
-from mlaunch.caller.ranks.stop_call import ask_to_stop
+from mlaunch.core.load import room
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import Context
@@ -83,7 +83,7 @@ class KeptTrial(RanksFuture):
         """Asks the ranks to stop at a step that they agree on, once there is a call."""
         if self._call is not None and not self._asked_to_stop:
             self._asked_to_stop = True
-            ask_to_stop(self._session, reason, self._call)
+            room("agreed_stop", "caller", "stop()").ask_to_stop(self._call, reason)
 
     def ended(self) -> Ended:
         """Says how it has ended. What it could not begin for is raised."""

@@ -28,7 +28,7 @@ from mlaunch.caller.output.output_plan import OutputPlan, output_plan, place_of,
 from mlaunch.caller.report.history import History
 from mlaunch.caller.server.fork_server import ForkServer, ServerGoneError
 from mlaunch.caller.server.warm import warm_server
-from mlaunch.core.load import CallerParts
+from mlaunch.core.load import CallerParts, room
 from mlaunch.core.parts import Grant
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import LaunchSpec
@@ -65,14 +65,21 @@ def steps_of(options: Options, call: Call, name: str, course: RunCourse, attempt
     options = with_directory(options, name)
     course.log_dir = None if options.log_dir is None else os.fspath(options.log_dir)
     flush_streams()
+    with CallerParts(options) as parts:
+        return (yield from _attempts(options, call, name, course, attempt, parts))
+
+
+def _attempts(
+    options: Options, call: Call, name: str, course: RunCourse, attempt: Attempts, parts: CallerParts
+) -> Steps:
     begun, left = time.monotonic(), options.deadline
     for restart_count in range(options.max_restarts):
-        ended = yield from attempt(options, call, name, Attempt(restart_count, left), course)
+        ended = yield from attempt(options, call, name, Attempt(restart_count, left, parts), course)
         if course.cancelling or course.stop_reason or not may_be_repeated(ended.error):
             return ended
         log.warning(again(name, restart_count, options.max_restarts, ended.error))
         left = None if options.deadline is None else max(0.0, options.deadline - (time.monotonic() - begun))
-    return (yield from attempt(options, call, name, Attempt(options.max_restarts, left), course))
+    return (yield from attempt(options, call, name, Attempt(options.max_restarts, left, parts), course))
 
 
 def attempt_here(options: Options, call: Call, name: str, number: Attempt, course: RunCourse) -> Steps:
@@ -97,8 +104,8 @@ def _try(options: Options, call: Call, name: str, number: Attempt, course: RunCo
     ready = server.ready()
     grant = Grant(options, environ)
     try:
-        if options.features:
-            grant = yield from _acquired(grant, server, name, course)
+        if number.parts is not None:
+            grant = yield from _acquired(number.parts, grant, server, name, course)
         go_on(course)
         course.begins()
         if options.keep is not None:
@@ -124,9 +131,11 @@ def go_on(course: RunCourse) -> None:
         raise CancelledError
 
 
-def _acquired(grant: Grant, server: ForkServer, name: str, course: RunCourse) -> Generator[Need, None, Grant]:
+def _acquired(
+    parts: CallerParts, grant: Grant, server: ForkServer, name: str, course: RunCourse
+) -> Generator[Need, None, Grant]:
     row = deque[RunCourse]()
-    with CallerParts(grant.options) as parts, contextlib.closing(parts.acquire(grant, server, name)) as steps:
+    with contextlib.closing(parts.acquire(grant, server, name)) as steps:
         try:
             while True:
                 try:
@@ -180,14 +189,16 @@ def on_kept(options: Options, call: Call, course: RunCourse) -> Steps:
 
 
 def driven(handle: LaunchHandle, course: RunCourse) -> Steps:
-    asked, course.runs, course.seen_as = False, True, lambda: found_as(handle)
+    asked = told = False
+    course.runs, course.seen_as = True, lambda: found_as(handle)
     handle.said_last = lambda: in_words(course.reports.latest())
     try:
         while handle.step():
             course.reports.attach(handle.history.board, handle.outcome.spec)
             course.pass_reports_on()
-            if course.stop_reason:
-                handle.ask_to_stop(course.stop_reason)
+            if course.stop_reason and not told:
+                told = True
+                room("agreed_stop", "caller", "stop()").ask_to_stop(handle, course.stop_reason)
             if course.cancelling and not asked:
                 # Else it ended by itself before: cancel() says False.
                 asked = not handle.outcome.failed and not handle.answered

@@ -1,4 +1,4 @@
-"""Agrees with several members, ranks or machines, on the step at which all of them stop: freeze, ask, tell.
+"""What the processes of a launch say of a stop, and how members, ranks or machines, agree on its step.
 
     none --ask--> freezing --all have told their counts--> agreed: the highest count, plus one
                      |  ^
@@ -6,12 +6,156 @@
 
 A member that cannot answer (C code holds its interpreter lock, a debugger holds it) does not hold up the others for
 longer than they are frozen at a time; from half of the whole time on they agree without it.
+
+Who says what (a word to an agent is about one call, which the record around it names):
+
+caller -> agent    AskToStop
+caller -> agent    FreezeRanks, ThawRanks, StopRanks      (an engine's caller, who agrees with all machines)
+agent -> caller    RanksFrozen                            (to such a caller)
+agent -> caller    StopAgreed, StopOverdue
+agent -> rank      FreezeLooks, TellLooks                 (questions, answered with a count)
+agent -> rank      ThawLooks, StopAtLook
+agent -> gate      AskAll, RanksFrozen                    (of machines with a caller each: the gate agrees with them)
+gate -> agent      FreezeRanks, ThawRanks, StopRanks, NobodyLooks
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Protocol, TypeGuard
+from collections.abc import Callable, Collection, Mapping
+from typing import Protocol, TypeGuard, cast
+
+from mlaunch.base.frozen_record import frozen_record
+from mlaunch.protocol.visitors import ASK
+
+NAME = "agreed_stop"  # of this feature
+STOP = ASK + NAME.encode()  # what ``mlaunch stop`` says to a launch
+
+
+@frozen_record
+class StopTerms:
+    """What a launch's options say of a stop: the feature's section of its spec.
+
+    Attributes:
+        grace: Seconds in which ranks stop when they are asked to.
+        signals: Those that ask for it, of the caller (``stop_on=``).
+    """
+
+    grace: float = 300.0
+    signals: tuple[int, ...] = ()
+
+    @property
+    def expected(self) -> bool:
+        """True if the options say that the ranks call ``mlaunch.stopping``."""
+        return bool(self.signals)
+
+
+def terms_of(sections: Mapping[str, object]) -> StopTerms:
+    """Return what a launch with these sections says; the usual terms where its options say nothing."""
+    return cast(StopTerms, sections.get(NAME)) or StopTerms()
+
+
+@frozen_record
+class AskToStop:
+    """Asks the ranks to stop at a step that they agree on. ``reason``: what ``stopping()`` returns."""
+
+    reason: str
+
+
+@frozen_record
+class AskAll:
+    """Asks the ranks of all machines to stop.
+
+    ``patience``: seconds after which machines that cannot answer are left out. ``unsure``: whether their ranks call
+    ``stopping()`` is not known, and if none has, it is told that.
+    """
+
+    reason: str
+    patience: float
+    unsure: bool
+
+
+@frozen_record
+class NobodyLooks:
+    """No rank of any machine has called ``stopping()``."""
+
+
+@frozen_record
+class FreezeRanks:
+    """Lets the ranks' next looks wait, and asks how many there were. ``reason``: why they are to stop."""
+
+    reason: str
+
+
+@frozen_record
+class RanksFrozen:
+    """All of a machine's ranks that still work wait at their next look. ``looks``: the most that one has had."""
+
+    call: int
+    looks: int
+
+
+@frozen_record
+class ThawRanks:
+    """Lets them go on: a machine has not answered, and is asked again."""
+
+
+@frozen_record
+class StopRanks:
+    """Says at which look the ranks of all machines stop."""
+
+    look: int
+    reason: str
+
+
+@frozen_record
+class StopAgreed:
+    """The ranks stop at their look of this number. ``asked``: when that was asked for, in seconds of the epoch."""
+
+    reason: str
+    asked: float
+    look: int
+
+
+@frozen_record
+class StopOverdue:
+    """Half of the time to stop is over, and ranks go on: why, for people. ``left``: seconds that remain."""
+
+    why: str
+    seconds: float
+    left: float
+
+
+@frozen_record
+class FreezeLooks:
+    """Lets the rank's next look in this call (``mlaunch.stopping``) wait; asks how many there were."""
+
+    call: int
+
+
+@frozen_record
+class TellLooks:
+    """Asks how many looks there were in this call."""
+
+    call: int
+
+
+@frozen_record
+class ThawLooks:
+    """Lets a look that waits go on: there is no decision."""
+
+    call: int
+
+
+@frozen_record
+class StopAtLook:
+    """Says at which look of this call all ranks stop."""
+
+    call: int
+    look: int
+    reason: str
+
+
+StopOrder = FreezeRanks | ThawRanks | StopRanks | NobodyLooks  # of the gate
 
 ANSWER_TIMEOUT = 1.0  # seconds for all to tell their counts: those that have told them may wait as long
 PAUSE = 1.0  # seconds in which they go on before they are asked again

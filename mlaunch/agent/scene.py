@@ -1,0 +1,130 @@
+"""The parts that features have in an agent, and what they may do there.
+
+A part is made when the first word for it comes: for most launches there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mlaunch.agent.peers import Peers
+from mlaunch.agent.questions import Questions
+from mlaunch.agent.rank_process import RankProcess
+from mlaunch.base.exceptions import RankFailure
+from mlaunch.protocol.messages.part_messages import ForPart, PartAsks, PartSays
+
+if TYPE_CHECKING:
+    from mlaunch.core.parts import AgentPart
+    from mlaunch.protocol.messages.channels import AgentsEnd
+
+
+class Scene:
+    """A launch as a feature's part in its agent sees it.
+
+    Attributes:
+        sections: Of the launch's spec, by feature.
+        clock: Returns monotonic seconds.
+        call: The number of the call that runs, or ran last.
+        machines_agree: Other machines take part that have callers of their own.
+    """
+
+    def __init__(self, feature: str, parts: AgentParts) -> None:
+        self._feature, self._parts = feature, parts
+        self.sections, self.clock = parts.sections, parts.clock
+        self.machines_agree = parts.peers.agree
+
+    @property
+    def call(self) -> int:
+        return self._parts.call()
+
+    def working(self) -> Sequence[int]:
+        """Return the global ranks that have not answered the call, and can be asked."""
+        known = set(self._parts.questions.ranks())
+        return [rank.rank for rank in self._parts.ranks if rank.working and rank.rank in known]
+
+    def ask(self, rank: int, about: object, take: Callable[[int, Any], None]) -> None:
+        """Ask the feature's part of a rank; ``take`` gets the rank and what that returns, if it does."""
+        self._parts.questions.ask(rank, PartAsks(self._feature, about), take)
+
+    def tell(self, rank: int, word: object) -> None:
+        """Send the feature's part of a rank something that it does not answer."""
+        self._parts.questions.tell(rank, ForPart(self._feature, self.call, word))
+
+    def say(self, news: object) -> None:
+        """Send the caller news, which the feature's ``noted`` gets there."""
+        self._parts.launcher.try_send(PartSays(self._feature, news))
+
+    def tell_machines(self, word: object) -> None:
+        """Send a word to where the launch's machines meet."""
+        self._parts.peers.say(PartSays(self._feature, word))
+
+    def fail(self, failure: RankFailure, *, whole: bool = False) -> None:
+        """End the call by this failure, which is no rank's; with ``whole`` the launch."""
+        self._parts.fail(failure, whole)
+
+
+class AgentParts:
+    """Those of one launch. ``call``: the number of the present call; ``fail``: ends it, or (True) the launch."""
+
+    def __init__(
+        self,
+        sections: Mapping[str, object],
+        ranks: Sequence[RankProcess],
+        questions: Questions,
+        launcher: AgentsEnd,
+        peers: Peers,
+        *,
+        clock: Callable[[], float],
+        call: Callable[[], int],
+        fail: Callable[[RankFailure, bool], None],
+    ) -> None:
+        self.sections, self.ranks, self.questions = sections, ranks, questions
+        self.launcher, self.peers = launcher, peers
+        self.clock, self.call, self.fail = clock, call, fail
+        self._parts: dict[str, AgentPart] = {}
+
+    def hear(self, record: object) -> bool:
+        """Pass on a word of the caller's; False if the record is something else."""
+        if not isinstance(record, ForPart):
+            return False
+        self._part(record.feature).hear(record.word, record.call)
+        return True
+
+    def hear_machines(self, record: ForPart) -> None:
+        """Pass on a word from where machines meet."""
+        self._part(record.feature).hear_machines(record.word)
+
+    def visited(self, feature: str, pid: int) -> None:
+        """Pass on that a command of this process has asked for what the feature does."""
+        self._part(feature).visited(pid)
+
+    def facts(self) -> dict[str, dict[str, object]]:
+        """Return what there is to know of features, by their names."""
+        found = {feature: dict(part.facts()) for feature, part in self._parts.items()}
+        return {feature: facts for feature, facts in found.items() if facts}
+
+    def due(self) -> Iterator[float]:
+        """Yield when ``take_steps`` is to be called though nothing has come."""
+        for part in self._parts.values():
+            yield from part.due()
+
+    def take_steps(self) -> None:
+        for part in self._parts.values():
+            part.take_steps()
+
+    def over(self) -> None:
+        for part in self._parts.values():
+            part.over()
+
+    @property
+    def look_for_answers(self) -> bool:
+        """True if one has to hear soon of answers that ranks which stay send past this process."""
+        return any(part.looks_for_answers for part in self._parts.values())
+
+    def _part(self, feature: str) -> AgentPart:
+        if feature not in self._parts:
+            from mlaunch.core.load import module_of  # which most launches do not need
+
+            self._parts[feature] = module_of(feature, "agent").part(Scene(feature, self))
+        return self._parts[feature]

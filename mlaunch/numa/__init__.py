@@ -1,1 +1,0 @@
-"""``numa=``: each rank runs on the CPUs near its device, and may get its memory there."""
