@@ -219,9 +219,9 @@ SLIPS = (
     Slip(
         "command",
         "status_of_a_signal",
-        "cli/run_job.py",
-        "else code if code > 0 else SIGNALLED - code\n",
-        "else abs(code)\n",
+        "cli/statuses.py",
+        "return code if code > 0 else SIGNALLED - code\n",
+        "return abs(code)\n",
         ("system/test_run.py::test_how_it_ends",),
         "a sign is lost",
     ),

@@ -109,6 +109,7 @@ class LaunchError(RuntimeError):
 
     log_dir: str | None = None
     launch: FailedLaunch | None = None  # for as_dict(); None: it had none yet
+    reached: float | None = None  # the furthest step of mlaunch.report; None: none was reported
     recorded: Mapping[str, object] | None = None  # what the first rank to fail wrote into its TORCHELASTIC_ERROR_FILE
 
     def __init__(

@@ -13,7 +13,7 @@ from mlaunch.base.schema import VERSION
 # By kind: whether the same may go well if it is started again unchanged, and what to do next.
 KINDS = {
     "raised": (True, "Mend what raised: the first of frames that is in your code."),
-    "out_of_memory": (False, "Use less memory on each rank (a smaller batch, more ranks), or larger devices."),
+    "out_of_memory": (True, "Use less memory on each rank (a smaller batch, more ranks), or larger devices."),
     "killed": (True, "Read hints, and the kernel's log for who sent the signal; frames has the place of a crash."),
     "exited": (True, "The function or script ended its process with this code: read what it printed."),
     "not_picklable": (False, "Return, raise or pass what can be pickled: text names the part that cannot."),
@@ -21,6 +21,8 @@ KINDS = {
     "stalled": (True, "See in others where the ranks were, and mend what hangs."),
     "stopped": (False, "Somebody ended it (mlaunch stop, a debugger): start it again only if that is wanted."),
     "stop_overdue": (False, "Ask mlaunch.stopping() on every rank in each step, or give a longer stop_grace."),
+    "stopped_as_agreed": (True, "It was asked to stop, and has: start it again, and it goes on from what it saved."),
+    "no_progress": (False, "Do not start it again unchanged: attempts failed in the same way, or came no further."),
     "interrupted": (False, "A signal or Ctrl-C ended the caller: start it again only if that is wanted."),
     "lost": (True, "A process or machine of the launch is gone: start it again, without a host that text names."),
     "not_started": (False, "No rank ran: text says what is missing."),

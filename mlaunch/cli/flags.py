@@ -41,8 +41,9 @@ examples:
 Every flag of torchrun's may also be given as PET_NAME in the environment (PET_NPROC_PER_NODE=4), and with underscores.
 
 exit status: 0 if every rank ended with 0; else that of the first rank that failed: its exit code, 128+N if signal N
-ended it, 1 if it raised; 124 if --deadline passed; 128+N if signal N ended this command (Ctrl-C: 130); 1 if the
-ranks could not be started; 2 for a wrong command line
+ended it, 1 if it raised, 52 for want of memory; 75 if it stopped as asked to; 93 if a restart does not mend it; 124 if
+its time was over; 128+N if signal N ended this command (Ctrl-C: 130), 143 also for mlaunch stop; 1 if the ranks could
+not be started; 2 for a wrong command line
 """
 
 

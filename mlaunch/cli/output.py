@@ -22,9 +22,9 @@ from mlaunch.base.text import without_escapes
 from mlaunch.caller.output import files
 from mlaunch.caller.output.output_plan import STREAMS, OutputPlan, Policy
 from mlaunch.cli.checks import UsageError, numbers
+from mlaunch.cli.statuses import MISUSE, SIGNALLED, STOPPED
 from mlaunch.protocol import error_file
 
-MISUSE, SIGNALLED = 2, 128  # exit statuses; 128 + a signal's number, as a shell tells it
 _PREFIX = "[${role_name}${local_rank}]:"  # torchrun's
 _PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 
@@ -156,7 +156,7 @@ def note_error(text: str, code: int, error: LaunchError | None = None, status: i
     ``code``: its exit status, or minus the number of the signal that ended it. ``status``: its exit status, if that is
     another.
     """
-    kind = "misuse" if code == MISUSE else "interrupted" if code < 0 else "not_started"
+    kind = {MISUSE: "misuse", STOPPED: "stopped_as_agreed"}.get(code, "interrupted" if code < 0 else "not_started")
     known = failure_data.of_text(kind, text) if error is None else error.as_dict()
     ends_with = status if status is not None else code if code >= 0 else SIGNALLED - code
     errors.write({**known, "status": ends_with})

@@ -22,15 +22,14 @@ from mlaunch.caller.server.start_server import Interpreter, start_interpreter
 from mlaunch.cli import flags
 from mlaunch.cli.checks import UsageError, behind_the_script
 from mlaunch.cli.job import Job, job_of, with_source
-from mlaunch.cli.output import MISUSE, SIGNALLED, Wishes, errors, fail, say, wishes_of
+from mlaunch.cli.output import Wishes, errors, fail, say, wishes_of
+from mlaunch.cli.statuses import FAILED, MISUSE, SIGNALLED
 from mlaunch.core import load
 
 if TYPE_CHECKING:
     import argparse
 
     from mlaunch.engines.engine import Engine
-
-_RAISED = 1  # exit status
 
 
 def main(argv: Sequence[str], *, prog: str = "mlaunch run", of_launch: bool = False) -> int:
@@ -60,8 +59,8 @@ def main(argv: Sequence[str], *, prog: str = "mlaunch run", of_launch: bool = Fa
         parser.exit(MISUSE, f"{prog}: {error}\n")
     except OSError as error:
         rlimits.name_limit(error)
-        fail(str(error), _RAISED)
-        return _RAISED
+        fail(str(error), FAILED)
+        return FAILED
     except EndSignal as stop:
         fail("\n".join([f"ended by {stop}", *getattr(stop, "__notes__", [])]), -stop.number)
         return SIGNALLED + stop.number

@@ -21,7 +21,8 @@ from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.cli.checks import UsageError
 from mlaunch.cli.job import Job
 from mlaunch.cli.job_spec import spec_of
-from mlaunch.cli.output import SIGNALLED, Wishes, directory_of, fail, output_plan, say, without_output
+from mlaunch.cli.output import Wishes, directory_of, fail, output_plan, say, without_output
+from mlaunch.cli.statuses import FAILED, STOPPED, TIMED_OUT, status_of
 from mlaunch.core.load import CallerParts, as_flag
 from mlaunch.rank.setup import device
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from mlaunch.engines.engine import Engine
 
 Attempts = Callable[[CallerParts], Ended]  # all of a job; how the last one ended
-_RAISED, _TIMED_OUT = 1, 124  # exit statuses
 
 
 def describe_here(job: Job, server: ForkServer | None, environ: dict[str, str]) -> int:
@@ -73,7 +73,7 @@ def _parts_of(job: Job) -> CallerParts:
 
 
 def _failed(error: LaunchError) -> int:
-    return _fail(error, _TIMED_OUT if isinstance(error, LaunchTimeout) else None)
+    return _fail(error, TIMED_OUT if isinstance(error, LaunchTimeout) else None)
 
 
 def _on_its_devices(
@@ -147,8 +147,12 @@ def _carry_out(job: Job, attempts: Attempts, parts: CallerParts) -> int:
             ended.result()
     except LaunchTimeout as error:  # of the deadline, or of the time to join
         late = job.deadline is not None and time.monotonic() - begun >= job.deadline
-        return _fail(error, _TIMED_OUT if late else _RAISED)
-    return 0
+        return _fail(error, TIMED_OUT if late else FAILED)
+    stopped = ended.report().stopped
+    if stopped is None:
+        return 0
+    fail(f"{job.name} {stopped}", STOPPED)
+    return STOPPED
 
 
 def _on_devices(job: Job, server: ForkServer, environ: dict[str, str]) -> tuple[int, dict[str, str]]:
@@ -191,9 +195,7 @@ def _say_threads(size: int, environ: Mapping[str, str]) -> None:
 
 
 def _fail(error: LaunchError, status: int | None = None) -> int:
-    """Says how the launch failed; returns the exit status, which is the failed rank's if none is given."""
-    code = error.failures[0].exitcode if error.failures else None
-    usual = _RAISED if code is None else code if code > 0 else SIGNALLED - code
-    ends_with = usual if status is None else status
-    fail(str(error), _RAISED if status is None else status, error, ends_with)
+    """Says how the launch failed; returns the exit status, which is that of its kind if none is given."""
+    ends_with = status_of(error) if status is None else status
+    fail(str(error), FAILED if status is None else status, error, ends_with)
     return ends_with

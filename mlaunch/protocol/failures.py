@@ -76,7 +76,9 @@ def from_cancel(by_launcher: bool, cancel: Cancel | None, ranks: Sequence[int] =
     if cancel is not None:
         ended = cancel.by not in {0, signal.SIGINT}
         what = f"was ended by {signal.Signals(cancel.by).name}" if ended else "was interrupted"
-        return _of_host("the call", what, ranks, final=True, kind="interrupted")
+        ended_by = cancel.by or signal.SIGINT
+        interrupted = _of_host("the call", what, ranks, final=True, kind="interrupted")
+        return replace(interrupted, exitcode=-ended_by)
     who = "the calling process" if by_launcher else "the fork server"
     return _of_host(who, "is gone", ranks, final=False, kind="lost")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import mlaunch
 from mlaunch import LaunchError, LaunchTimeout, Ranks, launcher
-from tests import launches
+from tests import launches, schema
 from tests.conftest import ROOT
 from tests.contract.test_engine_calls import Threads
 from tests.imported import IMPORTED
@@ -221,13 +222,15 @@ for step in range(1, 10**7):
 def test_a_script_that_is_asked_to_stop(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "there")
     (tmp_path / "train.py").write_text(SCRIPT)
-    flags = ["--nproc-per-node", "2", "--stop-on", "TERM"]
+    flags = ["--nproc-per-node", "2", "--stop-on", "TERM", "--error-file", str(tmp_path / "why.json")]
     command = [IMPORTED, "-m", "mlaunch", "run", *flags, str(tmp_path / "train.py"), str(tmp_path / "there")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
         (tmp_path / "there").read_text()
         running.terminate()
         said, _ = running.communicate(timeout=60)
-    assert running.returncode == 0
+    why = json.loads((tmp_path / "why.json").read_text())
+    schema.check(why, "failure")
+    assert (running.returncode, why["status"], why["kind"], why["retry"]) == (75, 75, "stopped_as_agreed", True)
     first, second = sorted(said.splitlines())
     assert first == second
     assert first.startswith("stopped TERM ")

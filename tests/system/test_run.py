@@ -39,6 +39,7 @@ import torch.distributed as dist
 dist.init_process_group("gloo")
 def fail(how):
     if how == "raise": raise ValueError("no such luck")
+    if how == "memory": raise MemoryError("no room")
     if how == "text": sys.exit("no such luck")
     if how.isdecimal(): sys.exit(int(how))
     if how == "segfault": ctypes.string_at(0)
@@ -133,6 +134,7 @@ def test_as_torch_distributed_launch(tmp_path: Path) -> None:
         ("3", 3, "rank 1 of train.py exited with code 3 (sys.exit or os._exit)"),
         ("SIGKILL", 137, "rank 1 of train.py was killed by SIGKILL"),
         ("SIGTERM", 143, "rank 1 of train.py was killed by SIGTERM"),
+        ("memory", 52, "rank 1 of train.py raised MemoryError: no room"),
         ("segfault", 139, "rank 1 of train.py was killed by SIGSEGV"),
         ("0", 0, ""),
     ],
@@ -146,7 +148,8 @@ def test_how_it_ends(tmp_path: Path, how: str, status: int, words: str) -> None:
     if status:
         why = json.loads((tmp_path / "why.json").read_text())
         schema.check(why, "failure")
-        kind = "raised" if how == "raise" else "exited" if how in {"text", "3"} else "killed"
+        kinds = {"raise": "raised", "memory": "out_of_memory"} | dict.fromkeys(("text", "3"), "exited")
+        kind = kinds.get(how, "killed")
         assert (why["kind"], why["status"], why["rank"], why["function"]) == (kind, status, 1, "train.py")
     assert done.stderr.count("ValueError: no such luck") == (2 if how == "raise" else 0)  # first line and traceback
     lines = done.stderr.splitlines()
@@ -347,6 +350,33 @@ sys.exit(5 if os.environ["TORCHELASTIC_RESTART_COUNT"] < "2" else 0)
         "(sys.exit or os._exit)"
     )
     assert run(tmp_path, "--max-restarts", "1", script).returncode == 5
+
+
+def test_attempts_that_come_no_further(tmp_path: Path) -> None:
+    """The third attempt is the last one, and a scheduler hears that it need not try."""
+    script = write(tmp_path, "import mlaunch\nmlaunch.report(20, loss=0.1)\nraise ValueError('no such luck')")
+    done = run(tmp_path, "--max-restarts", "9", "--error-file", "why.json", script)
+    assert done.returncode == 93, done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("mlaunch: train.py ")]
+    assert len(said) == 3
+    stuck = "train.py is not started again: two attempts in a row have not come beyond step 20, by mlaunch.report"
+    assert said[2] == f"mlaunch: {stuck}"
+    why = json.loads((tmp_path / "why.json").read_text())
+    schema.check(why, "failure")
+    assert (why["kind"], why["retry"], why["failures"][0]["kind"]) == ("no_progress", False, "raised")
+
+
+def test_a_run_that_mlaunch_stop_ends(tmp_path: Path) -> None:
+    """A program takes its own, by the pid of the command that it has started."""
+    process = start(tmp_path, "--error-file", "why.json", write(tmp_path, "import signal\nwhile True: signal.pause()"))
+    while not any(launch["caller"] == process.pid for launch in launches.ask("status")):
+        assert process.poll() is None
+        os.sched_yield()
+    assert launches.command("stop", "--caller", str(process.pid)) == 0
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == 143, err
+    why = json.loads((tmp_path / "why.json").read_text())
+    assert (why["kind"], why["retry"], why["status"]) == ("stopped", False, 143)
 
 
 def test_a_deadline(tmp_path: Path) -> None:

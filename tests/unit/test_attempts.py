@@ -29,6 +29,58 @@ def test_a_restart_has_what_is_left_of_the_deadline() -> None:
     assert (spec.deadline, spec.seconds) == (60.0, 5.0)
 
 
+def errors_of_attempts(*ends: LaunchError) -> tuple[list[str], LaunchError]:
+    """What is told of attempts that end so, with as many restarts as there may be, and how the last one has ended."""
+    told: list[str] = []
+    left = iter(ends)
+    ended = with_restarts(
+        lambda _left, _count: SimpleNamespace(error=next(left)),  # type: ignore[arg-type,return-value]
+        "train()", None, len(ends) - 1, told.append,
+    )  # fmt: skip
+    return told, ended.error  # type: ignore[return-value]
+
+
+def failed(what: str, step: float | None = None, **facts: Any) -> LaunchError:
+    error = LaunchError(f"rank 0 of train() {what}", [RankFailure(0, 1, what, kind="raised", **facts)])
+    error.reached = step
+    return error
+
+
+def lacks_module(line: int) -> LaunchError:
+    trace = f'  File "/home/me/train.py", line {line}, in <module>\n'
+    return failed("raised ImportError: no such thing", type_name="ImportError", traceback=trace)
+
+
+def test_what_a_restart_does_not_mend() -> None:
+    """Two attempts that end alike, by a mistake or at the same step, are enough."""
+    told, error = errors_of_attempts(lacks_module(3), lacks_module(3), failed("never"))
+    assert "is started again" in told[0]
+    assert told[1] == (
+        "train() is not started again: two attempts in a row have ended so, and a third would: raised ImportError: no "
+        "such thing (train.py:3)"
+    )
+    assert (len(told), error.kind) == (2, "no_progress")
+    told, error = errors_of_attempts(*(failed("exited with code 2", exitcode=2) for _ in range(3)))
+    assert "have ended so, and a third would: exited with code 2" in told[-1]
+    told, error = errors_of_attempts(*(failed("raised ValueError", step) for step in (7, 5, None, 9)))
+    assert told[-1].endswith("two attempts in a row have not come beyond step 7, by mlaunch.report")
+    assert (len(told), error.kind) == (3, "no_progress")
+    _, error = errors_of_attempts(failed("raised ValueError", 7), failed("raised ValueError", 7), failed("died", 7))
+    assert error.kind == "no_progress"  # also of the last one that there may be
+
+
+def test_what_a_restart_may_mend() -> None:
+    for ends in (
+        [lacks_module(3), lacks_module(4), lacks_module(3)],
+        [lacks_module(3), failed("was killed by SIGKILL"), lacks_module(3)],
+        [failed("raised ValueError", step) for step in (1, 1, 2, 2, 3)],
+        [failed("raised ValueError")] * 5,
+        [failed("exited with code 3", exitcode=3)] * 3,
+    ):
+        told, error = errors_of_attempts(*ends)
+        assert (len(told), error.kind) == (len(ends) - 1, "raised")
+
+
 def test_a_launch_that_somebody_has_ended_is_not_started_again() -> None:
     """On another machine, say."""
     given: list[int] = []

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mlaunch.base import linux
-from mlaunch.base.exceptions import RankFailure
+from mlaunch.base.exceptions import RankFailure, report_of
 from mlaunch.base.fds import KeptFd
 from mlaunch.caller import interrupts
 from mlaunch.caller.interrupts import EndSignal
@@ -153,7 +153,11 @@ class LaunchHandle:
         if self.never_began and self.outcome.interrupt is None:
             raise ServerGoneError(f"{self.outcome.broken or 'its agent left'} before it could start {self.spec.name}")
         with interrupts.allowed():  # values are unpickled by user code
-            return settle(self.outcome, self.report())
+            ended = settle(self.outcome, self.report())
+        report = report_of(ended.error) if ended.error is not None else None
+        if report is not None:
+            report.reached = self.history.reached(self.spec.local_world_size)
+        return ended
 
     @property
     def answered(self) -> bool:

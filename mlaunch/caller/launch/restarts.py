@@ -11,6 +11,9 @@ from mlaunch.base.frames import innermost_users
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.report.notebook import short_name
 
+_OF_IMPORTS = {"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"}
+_MISUSE = 2  # with which argparse ends
+_MOST_STUCK = 2  # attempts
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
 
 
@@ -24,18 +27,66 @@ def with_restarts(
 ) -> Ended:
     """Returns how ``attempt(seconds left of the deadline, restart_count)`` ended, at the latest the last time.
 
-    What somebody ended, or whose time was over, is not started again, nor what ``is_to_stop``. ``tell`` gets why,
-    before each restart.
+    What somebody ended, or whose time was over, is not started again, nor what ``is_to_stop``, nor what a restart does
+    not mend (see ``Course``). ``tell`` gets why, before each restart, or instead of one.
     """
-    start, left = time.monotonic(), deadline
+    start, left, course = time.monotonic(), deadline, Course()
     for restart_count in range(max_restarts):
         ended = attempt(left, restart_count)
-        if is_to_stop() or not may_be_repeated(ended.error):
+        if is_to_stop() or not may_be_repeated(ended.error) or not course.goes_on(ended.error, name, tell):
             return ended
         tell(again(name, restart_count, max_restarts, ended.error))
         if deadline is not None:
             left = max(0.0, deadline - (time.monotonic() - start))
-    return attempt(left, max_restarts)
+    ended = attempt(left, max_restarts)
+    if may_be_repeated(ended.error):
+        course.goes_on(ended.error, name, bool)
+    return ended
+
+
+class Course:
+    """What the attempts of one call have come to. Two that end alike are followed by no third one.
+
+    Alike is a mistake that a fresh start meets again: an import that fails at the same line, an exit code 2 (a script's
+    wrong command line). Or the attempts got no further: neither came beyond the step of ``mlaunch.report`` that was
+    reached before them.
+    """
+
+    def __init__(self) -> None:
+        self._mistake = ""  # of the last attempt
+        self._best: float | None = None  # the furthest step
+        self._stuck = 0  # attempts in a row that did not come beyond it
+
+    def goes_on(self, error: BaseException | None, name: str, tell: Callable[[str], object]) -> bool:
+        """Take how an attempt failed; False, with a word why, if another one would fail in the same way."""
+        report = report_of(error) if error is not None else None
+        if report is None:
+            return True
+        if why := self._same_mistake(report) or self._no_step(report):
+            report.kind = "no_progress"
+            tell(f"{name} is not started again: {why}")
+        return not why
+
+    def _same_mistake(self, report: LaunchError) -> str:
+        cause = report.failures[0]
+        of_import = cause.type_name.rpartition(".")[2] in _OF_IMPORTS
+        mistake = f"{cause.what}{_line_of(report)}" if of_import or cause.exitcode == _MISUSE else ""
+        before, self._mistake = self._mistake, mistake
+        return (
+            f"two attempts in a row have ended so, and a third would: {mistake}"
+            if mistake and mistake == before
+            else ""
+        )
+
+    def _no_step(self, report: LaunchError) -> str:
+        reached, best = report.reached, self._best
+        if reached is not None and (best is None or reached > best):
+            self._best, self._stuck = reached, 0
+        elif best is not None:
+            self._stuck += 1
+        if self._stuck < _MOST_STUCK:
+            return ""
+        return f"two attempts in a row have not come beyond step {self._best:g}, by mlaunch.report"
 
 
 def again(name: str, restart_count: int, max_restarts: int, error: BaseException | None) -> str:
@@ -57,4 +108,5 @@ def may_be_repeated(error: BaseException | None) -> bool:
     report = report_of(error) if isinstance(error, Exception) else None
     if report is None or not report.failures or isinstance(report, LaunchTimeout):
         return False
-    return not any(failure.final for failure in report.failures)
+    # A value that cannot be pickled will not be the next time.
+    return not any(failure.final for failure in report.failures) and report.kind != "not_picklable"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from mlaunch.caller.report.records import RankReport, Span
 from mlaunch.protocol.board import Board, in_order, read_times
 from mlaunch.protocol.messages.attached import BoardFds
 from mlaunch.protocol.messages.launch_messages import Phase, RankGone, RanksStarting, RankStarted
+from mlaunch.protocol.report_ring import ReportRing
 from mlaunch.protocol.spec import LaunchSpec
 
 if TYPE_CHECKING:
@@ -75,6 +77,16 @@ class History:
             self.started[record.rank] = record
         elif isinstance(record, RankGone):
             self.gone[record.rank] = record
+
+    def reached(self, size: int) -> float | None:
+        """Return the furthest step that one of so many ranks has reported last; None: none has."""
+        found = [] if self.board is None else [self._latest(self.board.ring(local_rank)) for local_rank in range(size)]
+        return max((step for step in found if step is not None), default=None)
+
+    def _latest(self, ring: ReportRing) -> float | None:
+        entries, _ = ring.read(max(ring.count() - 1, 0))
+        step = json.loads(entries[-1])[0] if entries else None
+        return step if isinstance(step, int | float) and not isinstance(step, bool) else None
 
     def close(self) -> None:
         if self.board is not None:

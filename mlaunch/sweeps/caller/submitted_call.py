@@ -20,7 +20,7 @@ from mlaunch.base.log import log
 from mlaunch.caller.launch.call import TRIES, flush_streams, planned
 from mlaunch.caller.launch.handle import LaunchHandle
 from mlaunch.caller.launch.plan import Attempt, ThisMachine
-from mlaunch.caller.launch.restarts import again, may_be_repeated
+from mlaunch.caller.launch.restarts import Course, again, may_be_repeated
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.launch.start import start
 from mlaunch.caller.options.launch_options import Options
@@ -72,10 +72,12 @@ def steps_of(options: Options, call: Call, name: str, course: RunCourse, attempt
 def _attempts(
     options: Options, call: Call, name: str, course: RunCourse, attempt: Attempts, parts: CallerParts
 ) -> Steps:
-    begun, left = time.monotonic(), options.deadline
+    begun, left, done = time.monotonic(), options.deadline, Course()
     for restart_count in range(options.max_restarts):
         ended = yield from attempt(options, call, name, Attempt(restart_count, left, parts), course)
         if course.cancelling or course.stop_reason or not may_be_repeated(ended.error):
+            return ended
+        if not done.goes_on(ended.error, name, log.warning):
             return ended
         log.warning(again(name, restart_count, options.max_restarts, ended.error))
         left = None if options.deadline is None else max(0.0, options.deadline - (time.monotonic() - begun))
