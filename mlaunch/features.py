@@ -52,8 +52,9 @@ def _wants_stop(given: Mapping[str, Any]) -> bool:
     return given["stop_on"] is not None or given["stop_grace"] != _STOP_GRACE
 
 
-def _wants_profile(given: Mapping[str, Any]) -> bool:
-    return given["profile"] is not None
+def _given(option: str) -> Callable[[Mapping[str, Any]], bool]:
+    """For what one option asks for."""
+    return lambda given: given[option] is not None
 
 
 # In the order in which they surround a call.
@@ -62,10 +63,11 @@ FEATURES = (
     Feature("compat", (), _never),
     Feature("agreed_stop", ("stop_on", "stop_grace"), _wants_stop),
     Feature("leases", ("lease", "concurrent"), _wants_lease, waits=True),
+    Feature("numa", ("numa", "numa_memory"), _given("numa"), processes=("rank", "member")),
     Feature(
         "profile",
         ("profile", "profile_steps", "profile_ranks"),
-        _wants_profile,
+        _given("profile"),
         one_call="it would have steps of many calls; profile in the function, with torch.profiler",
         instead="torch.profiler in the function",
         processes=("rank", "member"),

@@ -683,3 +683,8 @@ def lacks_libuv() -> bool:
 def leaves_no_descriptors() -> bool:
     """False with an older torch, which keeps descriptors of a group that was left."""
     return torch_version() >= import_module("mlaunch.rank.setup.group").DESTRUCTIBLE
+
+
+def be_on_machine(patch: pytest.MonkeyPatch, root: Path) -> None:
+    """Have ``numa=`` read /sys, /proc and /dev below this directory."""
+    patch.setattr(import_module("mlaunch.numa.caller.order"), "ROOT", str(root))

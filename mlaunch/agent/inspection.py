@@ -206,6 +206,7 @@ class Inspection:
             "rank": rank.rank,
             "pid": rank.pid,
             "device": self._spec.device(rank.local_rank) or "-",
+            "place": self._board.place(rank.local_rank) or None,
             "state": _state(rank, phase),
         }
         if word != STATUS:

@@ -11,7 +11,7 @@ from mlaunch.cli.checks import UsageError, seconds_of
 GROUP = "failure and end"
 
 
-def add(group: Any) -> None:
+def add(_flags: object, group: Any) -> None:
     """Add the flags to a group of the parser's."""
     group.add_argument("--stop-on", metavar="NAMES", help="signals that ask the ranks to stop at a step that they "
                        "agree on, where mlaunch.stopping() is true (default: none)")  # fmt: skip

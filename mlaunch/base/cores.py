@@ -9,6 +9,18 @@ import threading
 _FEW = 64  # threads
 
 
+def of_list(text: str) -> frozenset[int]:
+    """Return the numbers in a list as the kernel writes it, "0-7,16". ValueError for what is none."""
+    found: set[int] = set()
+    for part in text.strip().split(",") if text.strip() else []:
+        first, dash, last = part.strip().partition("-")
+        last = last if dash else first
+        if not (first.isdecimal() and last.isdecimal()) or int(first) > int(last):
+            raise ValueError(f"{part!r}: allowed: a number, or a range such as 0-7")
+        found.update(range(int(first), int(last) + 1))
+    return frozenset(found)
+
+
 def wait_on_one(number: int) -> set[int]:
     """Keeps the calling thread to one core, chosen by ``number``; returns those that it had, for ``leave``.
 

@@ -19,6 +19,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PF_EXITING = 0x4  # linux/sched.h
 _KEYCTL = {"x86_64": 250, "aarch64": 219, "ppc64le": 271}  # asm/unistd.h
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237, "ppc64le": 261}
+_BITS = 64  # of a mask's words
 _GET_KEYRING_ID, _SESSION_KEYRING = 0, -3  # linux/keyctl.h
 _STDERR = 2
 _IOLBF = 1
@@ -351,6 +353,24 @@ def session_keyring() -> str:
     number = _KEYCTL.get(os.uname().machine)
     found = -1 if number is None else _libc.syscall(number, _GET_KEYRING_ID, _SESSION_KEYRING, 0)
     return str(found) if found >= 0 else ""
+
+
+def set_memory_policy(mode: int, nodes: Collection[int]) -> None:
+    """Say from which NUMA nodes this thread, and what it starts, gets memory. ``mode``: of linux/mempolicy.h.
+
+    OSError: the kernel refuses.
+    """
+    number = _SET_MEMPOLICY.get(os.uname().machine)
+    if number is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    words = max(nodes, default=0) // _BITS + 1
+    mask = (ctypes.c_uint64 * words)()
+    for node in nodes:
+        mask[node // _BITS] |= 1 << node % _BITS
+    # The kernel reads one bit less than it is told.
+    if _libc.syscall(number, mode, mask, ctypes.c_ulong(words * _BITS + 1)) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
 
 
 def working_directory() -> str:

@@ -19,6 +19,7 @@ from mlaunch.base import linux, rlimits
 from mlaunch.base.schema import VERSION
 from mlaunch.base.text import in_bytes
 from mlaunch.cli import bug_report
+from mlaunch.core import load
 from mlaunch.protocol import registry
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ def examine() -> Iterator[Finding]:
     yield _open_files()
     yield _runtime_directory()
     yield _network()
+    yield from _of_features()
     yield from _launches()
 
 
@@ -153,6 +155,13 @@ def _network() -> Finding:
         advice = "as master_ip for other machines give an address"
         return Finding("network", NOTE, f"{interfaces}; this host's name {name} means {address} here: {advice}")
     return Finding("network", OK, f"{interfaces}; this host is {name}, {address}")
+
+
+def _of_features() -> Iterator[Finding]:
+    """Yields what features find."""
+    for name, command in load.commands().items():
+        if hasattr(command, "findings"):
+            yield from (Finding(name, OK if is_well else NOTE, text) for is_well, text in command.findings())
 
 
 def _launches() -> Iterator[Finding]:

@@ -191,18 +191,16 @@ def _add_sizes(flags: Flags) -> None:
     group.add_argument("--oversubscribe", action="store_true", help="allow more than 64 ranks where that is more than "
                        "8 for each CPU")  # fmt: skip
     group.add_argument("--devices", metavar="I,J", help="the devices that ranks see, by number (default: all)")
-    _add_of_features(group)
+    _add_of_features(flags, group)
     flags.switch(
         group, "--virtual-local-rank", help="each rank sees its own device alone, as device 0; LOCAL_RANK is 0"
     )
-    flags.flag(group, "--numa-binding", metavar="MODE", help="bind each rank to the CPUs near its GPU: node, socket, "
-               "exclusive or core-complex")  # fmt: skip
 
 
-def _add_of_features(group: Any) -> None:
+def _add_of_features(flags: Flags, group: Any) -> None:
     for feature in load.commands().values():
         if group.title == feature.GROUP:
-            feature.add(group)
+            feature.add(flags, group)
 
 
 def _add_meeting(flags: Flags) -> None:
@@ -241,7 +239,7 @@ def _add_output(flags: Flags) -> None:
                "${role_name}, ${rank}, ${local_rank}, ${hostname} (default: $TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE, or "
                "[${role_name}${local_rank}]:)")  # fmt: skip
     flags.flag(group, "--local-ranks-filter", default="", metavar="I,J", help="show only what these local ranks print")
-    _add_of_features(group)
+    _add_of_features(flags, group)
 
 
 def _add_ending(flags: Flags) -> None:
@@ -263,7 +261,7 @@ def _add_ending(flags: Flags) -> None:
                help=f"signals to pass on before ending (default: {DEFAULT_SIGNALS})")  # fmt: skip
     flags.flag(group, "--shutdown-timeout", "--grace-period", kind=float, metavar="SECONDS",
                help="from the request to end until SIGKILL (default: $TORCH_ELASTIC_SHUTDOWN_TIMEOUT, 30)")  # fmt: skip
-    _add_of_features(group)
+    _add_of_features(flags, group)
     group.add_argument("--stall", default="300", metavar="SECONDS", help="say which rank the others wait for, after so "
                        "long without progress; '60 stop' ends the run; none (default: 300)")  # fmt: skip
     group.add_argument("--error-file", "--error_file", metavar="FILE", help="if the run fails, write why for programs: "

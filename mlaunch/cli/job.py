@@ -41,7 +41,6 @@ _NO_ID = "none"  # torchrun's
 _BACKENDS = ("static", "c10d")
 _STDIN = "-"  # as python takes it
 _FUNCTION = re.compile(r"[\w.]+:[\w.]+")
-NUMA_MODES = ("node", "socket", "exclusive", "core-complex")
 COUNTED = ("auto", "gpu", "cpu", "xpu")
 
 
@@ -72,7 +71,6 @@ class Job:
     role: str
     preload: tuple[str, ...]
     virtual_local_rank: bool
-    numa_binding: str | None
     oversubscribe: bool
     lease: int | None = None  # so many devices are waited for
     source: bytes | None = field(default=None, repr=False)  # of a script that cannot be read twice
@@ -116,8 +114,6 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
     host, port, node_rank = _meeting(args, nodes, conf)
     if not 0 <= node_rank < nodes:
         raise UsageError(f"--node-rank {node_rank}: allowed: 0 to {nodes - 1}, since --nnodes is {nodes}")
-    if args.numa_binding not in {None, *NUMA_MODES}:
-        raise UsageError(f"--numa-binding {args.numa_binding}: allowed: {', '.join(NUMA_MODES)}")
     return Job(
         kind=kind,
         target=target,
@@ -142,7 +138,6 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
         role=role_of(args.role),
         preload=tuple(name for name in (args.preload or "").split(",") if name),
         virtual_local_rank=args.virtual_local_rank,
-        numa_binding=args.numa_binding,
         oversubscribe=args.oversubscribe,
     )
 

@@ -33,7 +33,6 @@ def spec_of(
         error_dir=error_dir,
         temporary=tempfile.gettempdir(),
         virtual_local_rank=job.virtual_local_rank,
-        numa_binding=job.numa_binding,
         source=job.source,
     )
     context = Context(environ, working_directory(), job.path, (job.target, *job.args), None, None, os.getpid())

@@ -242,7 +242,12 @@ def _facts(launch: Mapping[str, Any]) -> list[str]:
 
 
 def _each(ranks: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:
-    return [(str(rank["rank"]), str(rank["pid"]), place_of_rank(rank), rank["state"]) for rank in ranks]
+    return [(str(rank["rank"]), str(rank["pid"]), _where(rank), rank["state"]) for rank in ranks]
+
+
+def _where(rank: Mapping[str, Any]) -> str:
+    """Says on which device it is, and where it was bound: "cuda:5, node 1, CPUs 24-47"."""
+    return ", ".join(text for text in (place_of_rank(rank), rank.get("place")) if text)
 
 
 def _alike(ranks: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:

@@ -83,7 +83,8 @@ def _on_its_devices(
     size, environ = _on_devices(job, server, environ)
     if job.virtual_local_rank:
         _check_devices(size, environ, server.ready().runtime)
-    _say_threads(size, environ)
+    if not job.of_features.get("numa"):  # of which only the ranks know what it gives them
+        _say_threads(size, environ)
     return _launch(job, size, server, environ, wishes, held)
 
 

@@ -98,6 +98,5 @@ def _command(job: Job) -> ScriptTarget:
         run_id=job.run_id,
         error_dir="",
         virtual_local_rank=job.virtual_local_rank,
-        numa_binding=job.numa_binding,
         source=job.source,
     )

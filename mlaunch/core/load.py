@@ -16,9 +16,10 @@ from mlaunch.features import FEATURES, Feature, asked_for
 
 if TYPE_CHECKING:
     from mlaunch.caller.launch.settle import Ended
+    from mlaunch.caller.options.launch_options import Options
     from mlaunch.caller.server.fork_server import ForkServer
     from mlaunch.caller.server.start_server import Interpreter
-    from mlaunch.core.parts import CallerPart, Delay, Grant, MachinePart, Spell, Tell
+    from mlaunch.core.parts import CallerPart, Delay, Grant, MachinePart, RankPart, Spell, Tell
     from mlaunch.protocol.spec import LaunchSpec
 
 
@@ -102,6 +103,14 @@ class CallerParts:
                 stack.callback(part.close)
 
 
+def sections_of(options: Options, parts: CallerParts | None) -> Mapping[str, object]:
+    """Return what a launch's other processes get. ``parts``: None: nobody holds any around the call."""
+    if parts is not None or not options.features:
+        return {} if parts is None else parts.sections
+    with CallerParts(options) as own:
+        return own.sections
+
+
 def _asked(feature: Feature, options: object) -> tuple[str, object]:
     """Return the option that asks for a feature, with its value; its name, for one that each launch has."""
     for name in feature.options:
@@ -143,12 +152,35 @@ def turns_here() -> int:
     return sum(module.turns() for module in found if hasattr(module, "turns"))
 
 
-def around_call(spec: LaunchSpec, local_rank: int) -> contextlib.ExitStack:
-    """Return what a rank holds while it runs a function or a script, for all features that the launch has."""
-    with contextlib.ExitStack() as stack:
-        for name, section in _with_part(spec.sections, "rank"):
-            stack.enter_context(module_of(name, "rank").part(section, spec.rank(local_rank)).around_call())
-        return stack.pop_all()
+class RankParts:
+    """Those of one rank."""
+
+    def __init__(self, spec: LaunchSpec, local_rank: int) -> None:
+        rank = spec.rank(local_rank)
+        wanted = _with_part(spec.sections, "rank")
+        self._parts: list[RankPart] = [module_of(name, "rank").part(its, rank) for name, its in wanted]
+
+    @property
+    def place(self) -> str:
+        return ", ".join(part.place for part in self._parts if part.place)
+
+    @property
+    def decides(self) -> set[str]:
+        return {name for part in self._parts for name in part.decides}
+
+    def begin(self, spec: LaunchSpec, local_rank: int) -> LaunchSpec:
+        """Have all act; return the launch with the variables that they have for this rank."""
+        usual = {name: value for part in self._parts for name, value in part.begin(spec, local_rank).items()}
+        if not usual:
+            return spec
+        return replace(spec, context=replace(spec.context, environ={**usual, **spec.context.environ}))
+
+    def around_call(self) -> contextlib.ExitStack:
+        """Return what the rank holds while it runs a function or a script."""
+        with contextlib.ExitStack() as stack:
+            for part in self._parts:
+                stack.enter_context(part.around_call())
+            return stack.pop_all()
 
 
 class MachineParts:

@@ -6,7 +6,8 @@ A feature is a folder, ``mlaunch/profile``, with a file for each of these proces
     caller.py   part(options, spell) -> CallerPart      rank.py     part(section, rank) -> RankPart
                 noted(news, name) -> Note                           answer(about), hear(word), turns() -> int
     agent.py    part(scene) -> AgentPart                member.py   part(section) -> MachinePart
-    command.py  GROUP, add(group), options_of(args)     kernel.py   in a notebook's kernel
+    command.py  GROUP, add(flags, group), options_of(args) and, for ``mlaunch doctor``, findings()
+    kernel.py   in a notebook's kernel
     plugin.py   what pytest loads                       server.py   in a fork server
     wire.py     what these send each other
 
@@ -143,7 +144,23 @@ class CallerPart:
 
 
 class RankPart:
-    """A feature's part of one rank, made when its function or script is about to run."""
+    """A feature's part of one rank, made as the first thing in its process.
+
+    Attributes:
+        place: Where it has put the rank, for ``mlaunch ps`` and reports; "": nowhere.
+        decides: Settings of the caller's process that the rank does not take over, by their names in
+            ``protocol/settings.py``.
+    """
+
+    place: str = ""
+    decides: tuple[str, ...] = ()
+
+    def begin(self, spec: LaunchSpec, local_rank: int) -> Mapping[str, str]:  # noqa: ARG002 - others need them
+        """Act before the rank has a thread, takes its surroundings or imports anything. ``numa=`` binds it.
+
+        Return environment variables for where the user has set none. What it raises is the rank's failure.
+        """
+        return {}
 
     def around_call(self) -> contextlib.AbstractContextManager[None]:
         """Return what to hold while the function or script runs. ``profile=`` records its steps."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 GROUP = "how many ranks, and where"
 
 
-def add(group: Any) -> None:
+def add(_flags: Any, group: Any) -> None:
     """Add the flag to a group of the parser's."""
     group.add_argument("--lease", type=int, metavar="N", help="wait for N devices (of --devices, or all) that no other "
                        "launch with a lease has; a rank on each, unless --nproc-per-node says otherwise")  # fmt: skip

@@ -11,7 +11,7 @@ from mlaunch.cli.checks import UsageError, numbers
 GROUP = "output"
 
 
-def add(group: Any) -> None:
+def add(_flags: Any, group: Any) -> None:
     """Add the flags to a group of the parser's."""
     group.add_argument("--profile", metavar="FILE", help="a trace of torch.profiler, with a track for each rank, for "
                        "ui.perfetto.dev; compressed if it ends with .gz")  # fmt: skip

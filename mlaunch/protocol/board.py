@@ -31,7 +31,9 @@ _COUNT = struct.Struct("=q")
 _STREAM = _COUNT.size + _STAMPS * _STAMP.size
 _IMPORT_AT = 256
 _IMPORT_LIMIT = 64  # bytes
-_STAMPS_AT = _IMPORT_AT + _IMPORT_LIMIT
+_PLACE_AT = _IMPORT_AT + _IMPORT_LIMIT
+_PLACE_LIMIT = 128  # bytes
+_STAMPS_AT = _PLACE_AT + _PLACE_LIMIT
 _ROW = _STAMPS_AT + 2 * _STREAM  # bytes
 _PHASES = tuple(Phase)
 _OF_RANK = _ROW + _CALL.size + report_ring.SIZE
@@ -150,6 +152,16 @@ class Board:
     def _import_text(self, local_rank: int) -> str:
         start = _row(local_rank) + _IMPORT_AT
         return self._memory[start : start + _IMPORT_LIMIT].partition(b"\0")[0].decode(errors="replace")
+
+    def note_place(self, local_rank: int, text: str) -> None:
+        """Notes where a feature has put the rank, for people."""
+        start = _row(local_rank) + _PLACE_AT
+        self._memory[start : start + _PLACE_LIMIT] = text.encode()[:_PLACE_LIMIT].ljust(_PLACE_LIMIT, b"\0")
+
+    def place(self, local_rank: int) -> str:
+        """Returns that; "": nowhere."""
+        start = _row(local_rank) + _PLACE_AT
+        return self._memory[start : start + _PLACE_LIMIT].partition(b"\0")[0].decode(errors="replace")
 
     def note_answer(self, local_rank: int, number: int) -> None:
         """Notes that the rank is about to send the launcher a value for this call."""

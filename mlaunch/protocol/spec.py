@@ -49,7 +49,6 @@ class ScriptTarget:
     error_dir: str  # for the files that torch's ``record`` writes; "": one of the agent's own, in ``temporary``
     temporary: str = "/tmp"
     virtual_local_rank: bool = False  # each rank sees one device, and is its local rank 0
-    numa_binding: str | None = None  # torch's name for a mode
     role_start: int | None = None  # of local rank 0 among all ranks with this role; None: its global rank
     role_size: int | None = None  # the number of those; None: all ranks
     source: bytes | None = field(default=None, repr=False)  # of a file that cannot be read twice, such as a pipe

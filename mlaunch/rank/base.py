@@ -28,6 +28,7 @@ from mlaunch.rank.setup import device, process
 from mlaunch.torch_parts import operations
 
 if TYPE_CHECKING:
+    from mlaunch.core.load import RankParts
     from mlaunch.protocol.messages.channels import (
         ControlHears,
         ControlSays,
@@ -76,6 +77,7 @@ class Rank:
         self._pid = os.getpid()  # a fork that returns from the function would answer as if it were the rank
         self._who = self._named()
         self._device = args.spec.device_type
+        self._parts: RankParts | None = None  # of the launch's features
         self._is_fork = False  # this is not the rank but a process that it forked, which came back through its code
         self._task: Task | None = None
         self._answer_fd = -1  # the memfd for large answers
@@ -88,6 +90,14 @@ class Rank:
         role = f"rank {self._spec.rank(self._args.local_rank)}"
         name_process(role, self._spec.name)
         return f"{role} of {self._spec.name}"
+
+    def _begin_parts(self) -> None:
+        """Has the launch's features act, before anything else of this process does."""
+        from mlaunch.core.load import RankParts  # which most launches do not need
+
+        self._parts = RankParts(self._spec, self._args.local_rank)
+        self._spec = self._parts.begin(self._spec, self._args.local_rank)
+        self._args.results.board.note_place(self._args.local_rank, self._parts.place)
 
     def live(self) -> int:
         """Lives a rank's life; returns the exit code."""

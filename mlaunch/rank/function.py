@@ -93,6 +93,8 @@ class FunctionRank(Rank):
     # Becoming a rank
 
     def _become_rank(self) -> None:
+        if self._spec.sections:
+            self._begin_parts()
         import torch
 
         args, spec = self._args, self._spec
@@ -125,7 +127,10 @@ class FunctionRank(Rank):
     def _take_settings(self) -> None:
         """Takes over the caller's, last: how ranks join is none of its business."""
         if self._args.inherited is None:
-            settings.apply(self._spec.context.settings)
+            theirs = self._spec.context.settings
+            if self._parts is not None:
+                theirs = tuple(one for one in theirs if one[0] not in self._parts.decides)
+            settings.apply(theirs)
 
     def _say_who(self) -> None:
         # Several launches may have one token: what ranks of one have signed counts for nothing in another.
@@ -173,11 +178,9 @@ class FunctionRank(Rank):
 
     def _call(self, function: Callable[..., Any], call: Call) -> Any:
         run = function if self._debugger is None else functools.partial(self._debugger.run, function)
-        if not self._spec.sections:
+        if self._parts is None:
             return run(*call.args, **call.kwargs)
-        from mlaunch.core.load import around_call  # which most calls do not need
-
-        with around_call(self._spec, self._args.local_rank):
+        with self._parts.around_call():
             return run(*call.args, **call.kwargs)
 
     def _outcome_of(self, _call: Call, value: object) -> object:

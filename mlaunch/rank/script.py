@@ -7,6 +7,7 @@ slow, and now and then fatal. docs/command.rst lists what differs.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import importlib
 import importlib.util
@@ -24,7 +25,6 @@ from importlib.machinery import SourceFileLoader
 from typing import Any, TextIO
 
 from mlaunch.base.misuse import misuse
-from mlaunch.core.load import around_call
 from mlaunch.protocol import error_file, sources
 from mlaunch.protocol.messages.launch_messages import Phase
 from mlaunch.protocol.spec import ScriptTarget
@@ -48,7 +48,7 @@ class ScriptRank(Rank):
         try:
             self._become_rank()
             self._enter(Phase.COMMANDED)
-            with around_call(self._spec, self._args.local_rank):
+            with contextlib.nullcontext() if self._parts is None else self._parts.around_call():
                 if self._command.source is None:
                     _RUN[self._command.kind](self._command.target)
                 else:
@@ -78,6 +78,8 @@ class ScriptRank(Rank):
         return code
 
     def _become_rank(self) -> None:
+        if self._spec.sections:
+            self._begin_parts()
         process.reset_process(of_a_function=False)
         _open_streams()
         args, command = self._args, self._command
@@ -89,8 +91,6 @@ class ScriptRank(Rank):
         arguments = [string.Template(text).safe_substitute(local_rank=args.local_rank) for text in command.args]
         # After the surroundings, which bring the arguments of the command that launches.
         sys.argv[:] = [command.target, *arguments]
-        if command.numa_binding is not None:
-            _bind_to_numa_node(args.local_rank, command.numa_binding)
         _seed_afresh()
 
     def _show(self, error: BaseException) -> None:
@@ -110,15 +110,6 @@ def _seed_afresh() -> None:
     generators = sys.modules.get("numpy.random")  # which numpy imports when it is first asked for
     if generators is not None:
         generators.seed()
-
-
-def _bind_to_numa_node(local_rank: int, mode: str) -> None:
-    from mlaunch.torch_parts import numa
-
-    try:
-        numa.bind(local_rank, mode)
-    except RuntimeError as error:
-        raise misuse(error) from error.__cause__
 
 
 # What there is to run

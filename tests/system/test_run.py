@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import pty
@@ -616,19 +615,6 @@ def test_a_directory_that_is_gone(tmp_path: Path) -> None:
     )
 
 
-def test_binding_to_numa_nodes_is_torchs(tmp_path: Path) -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        pytest.skip("what it does on this machine's devices is torch's business")
-    done = run(tmp_path, "--numa-binding", "node", write(tmp_path, ""))
-    assert done.returncode == 1
-    if importlib.util.find_spec("torch.numa") is None:
-        assert "RuntimeError: --numa-binding: this torch has no torch.numa; a later one has" in done.stderr
-        return
-    assert "torch/numa/binding.py" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -648,7 +634,11 @@ def test_binding_to_numa_nodes_is_torchs(tmp_path: Path) -> None:
         (["--token-file", "nowhere", "x.py"], "--token-file nowhere: [Errno 2] No such file or directory: 'nowhere'\n"),
         (["--signals-to-handle", "SIGKILL", "x.py"], "--signals-to-handle SIGKILL: no signal of this name can be "
          "handled\n"),
-        (["--numa-binding", "near", "x.py"], "--numa-binding near: allowed: node, socket, exclusive, core-complex\n"),
+        (["--numa-binding", "near", "x.py"], "--numa-binding near: allowed: node, socket, exclusive, core-complex, or "
+         "CPUs of each local rank such as '0-7;8-15'\n"),
+        (["--numa-memory", "bind", "x.py"], "--numa-memory bind without --numa-binding: memory goes with the CPUs that "
+         "a rank is bound to; give --numa-binding node, or another of its values, too\n"),
+        (["--numa-binding", "node", "--numa-memory", "near", "x.py"], "--numa-memory near: allowed: preferred, bind\n"),
         (["--error-file", "nowhere/why.json", "x.py"], "--error-file nowhere/why.json: allowed: the path of a file, in "
          "a directory that is there\n"),
         (["--redirects", "4", "x.py"], "--redirects 4: allowed: 0, 1, 2 or 3, or one of them for each of some local "

@@ -280,6 +280,8 @@ GIVEN = {  # for each option that a flag sets: what is given, and what becomes o
     "join_timeout": (["--rdzv-conf", "join_timeout=5"], 5),
     "token": (["--token-file", "token"], "hush"),
     "oversubscribe": (["--oversubscribe"], True),
+    "numa": (["--numa-binding", "0-3;4"], "0-3;4"),
+    "numa_memory": (["--numa-binding", "node", "--numa-memory", "bind"], "bind"),
 }
 # Seen to by the command itself: test_devices, test_engines_by_name, test_flags_of_the_output.
 ELSEWHERE = {"lease", "devices", "engine", "log_dir"}

@@ -99,20 +99,6 @@ def the_default_device():
     assert default_device.that_was_set() is None
     assert "CURRENT_DEVICE" in lacking.everything()[0]
 
-def numa():
-    binding = SimpleNamespace(AffinityMode=str, NumaOptions=lambda affinity_mode: affinity_mode)
-    sys.modules["torch.numa"] = SimpleNamespace(binding=binding)
-    from mlaunch.torch_parts import numa as part
-    for found in (None, lambda index, numa_options: None):
-        binding._maybe_apply_numa_binding_to_current_process = found
-        with contextlib.suppress(RuntimeError):
-            part.bind(0, "node")
-            raise AssertionError
-    seen = []
-    binding._maybe_apply_numa_binding_to_current_process = lambda gpu_index, numa_options: seen.append(gpu_index)
-    part.bind(3, "node")
-    assert seen == [3]
-
 def the_hosting_of_a_store():
     torchs = sys.modules["torch.distributed.rendezvous"]
     del torchs._create_c10d_store, torchs.TCPStore
@@ -145,10 +131,10 @@ def the_recorder():
     assert "_dump_fr_trace_json, so mlaunch why does not say which device" in lacking.everything()[0]
 
 def nothing():
-    assert [lack for lack in lacking.everything() if "torch.numa" not in lack] == []  # before 2.9
+    assert lacking.everything() == []
 
 for case in (the_registry, the_backends, the_numbers, the_methods, the_limit_of_old_backends, any_limit,
-             the_default_device, numa, the_hosting_of_a_store, the_recorder, nothing):
+             the_default_device, the_hosting_of_a_store, the_recorder, nothing):
     sys.stdout.flush()
     if (pid := os.fork()) == 0:
         try:  # each with its own group, whose threads no fork has

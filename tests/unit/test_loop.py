@@ -215,7 +215,7 @@ INSIDE = {
 FRESH = {"mlaunch.member.main", "mlaunch.warm.caller.zygote_upkeep", "mlaunch.warm.wire.zygote_messages"}
 FRESH |= {"mlaunch.rank.debugging.visit", "mlaunch.warm.wire.inherited"}
 FRESH |= {"mlaunch.profile.member"}  # of a profile on machines: torch's profiler alone takes seconds to import
-FRESH |= {f"mlaunch.torch_parts.{name}" for name in ("lacking", "numa", "recorder")}
+FRESH |= {f"mlaunch.torch_parts.{name}" for name in ("lacking", "recorder")}
 FRESH |= {f"mlaunch.warm.server.{name}" for name in ("takeover", "zygote", "zygote_start")}
 
 

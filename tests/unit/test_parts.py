@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,6 +42,9 @@ from mlaunch.core.parts import RankPart
 class Around(RankPart):
     def __init__(self, section, rank):
         self.name = f"{section} of rank {rank}"
+        self.place, self.decides = section, ("affinity", section)
+    def begin(self, spec, local_rank):
+        return {"OMP_NUM_THREADS": "5", "FROM": self.name}
     @contextlib.contextmanager
     def around_call(self):
         print("begin", self.name, flush=True)
@@ -137,12 +141,16 @@ def test_how_options_are_spelled(option: str, value: object, keyword: str, flag:
 def test_parts_of_ranks_surround_the_function(capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch", reason="it starts ranks")
 
-    def run() -> None:
+    def run() -> tuple[str, str]:
         print("run", flush=True)
+        return os.environ["FROM"], os.environ["OMP_NUM_THREADS"]
 
+    call = launcher(run, 1, seed=1, start_method="fork", output="raw", env={"OMP_NUM_THREADS": "2"})
     with pytest.warns(RuntimeWarning, match="first settled"):
-        launcher(run, 1, seed=1, start_method="fork", output="raw")()
+        assert call() == [("first of rank 0", "2")]
     assert "begin first of rank 0\nrun\nend first of rank 0\n" in capfd.readouterr().out
+    assert call.last is not None
+    assert call.last.ranks[0].place == "first"
 
 
 class Around:
@@ -170,7 +178,7 @@ def test_what_surrounds_a_function_is_left_if_another_part_refuses(monkeypatch: 
     features = [Feature(name, (), bool, processes=("rank",)) for name in rooms]
     monkeypatch.setattr(load, "FEATURES", features)
     with pytest.raises(OSError, match="no room"):
-        load.around_call(SimpleNamespace(sections=dict.fromkeys(rooms), rank=int), 0)  # type: ignore[arg-type]
+        load.RankParts(SimpleNamespace(sections=dict.fromkeys(rooms), rank=int), 0).around_call()  # type: ignore[arg-type]
     assert said == ["entered", "left"]
 
 

@@ -21,11 +21,12 @@ ASKS = {
     "agreed_stop": ("stop_on='TERM'", CALL.format("stop_on='TERM'")),
     "cells": ("cells on ranks", "mlaunch.Ranks(n_gpus=1).cell('1')"),
     "leases": ("lease=True", CALL.format("lease=True")),
+    "numa": ("numa='node'", CALL.format("numa='node'")),
     "profile": ("profile='t'", CALL.format("profile='t'")),
     "sweeps": ("print.submit()", "mlaunch.launcher(print, 1).submit()"),
     "warm": ("MLAUNCH_WARM=30m", f"import os; os.environ['MLAUNCH_WARM'] = '30m'; {CALL.format('')}"),
 }
-FLAGS = {"agreed_stop": "--stop-on", "leases": "--lease", "profile": "--profile"}
+FLAGS = {"agreed_stop": "--stop-on", "leases": "--lease", "numa": "--numa-binding", "profile": "--profile"}
 
 
 @pytest.fixture(scope="module", params=[feature.name for feature in FEATURES])

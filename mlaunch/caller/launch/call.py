@@ -197,6 +197,12 @@ def planned(
 
     ``surroundings``: of the moment at which it was asked for; None: that is now.
     """
+    if number.parts is None and grant.options.features:  # nobody holds parts of a call's own around it
+        from mlaunch.core.load import CallerParts
+
+        with CallerParts(grant.options) as parts:
+            number = dataclasses.replace(number, parts=parts)
+            return planned(grant, machine, name, number, surroundings)
     try:
         spec = plan(grant.options, machine, name, grant.environ, number)
         if number.parts is not None:

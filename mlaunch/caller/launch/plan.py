@@ -46,20 +46,6 @@ class Attempt:
     parts: CallerParts | None = None
 
 
-def before_calls(options: Options, time_left: float | None = None) -> Attempt:
-    """Return the attempt that ranks are which are there before their calls.
-
-    They have parts of the features for which no call waits, and that no call has to itself.
-    """
-    features = [feature for feature in options.features if not (feature.waits or feature.one_call)]
-    if not features:
-        return Attempt(0, time_left)
-    from mlaunch.core.load import CallerParts  # which most launches do not need
-
-    with CallerParts(options, features=features) as parts:
-        return Attempt(0, time_left, parts)
-
-
 def plan(options: Options, machine: ThisMachine, name: str, environ: Mapping[str, str], attempt: Attempt) -> LaunchSpec:
     """Returns the launch that the options ask for on this machine. ValueError for what it does not have."""
     placed = place(options, machine, environ)

@@ -36,6 +36,7 @@ from mlaunch.caller.options.option_values import (
     Switch,
     Variables,
     Whole,
+    WordOrCpus,
     option,
 )
 from mlaunch.caller.options.trouble_options import StallLimit
@@ -105,6 +106,21 @@ class Options:
         Whole(1, optional=True),
         "On CPUs, how many launches with a lease run at a time; a number is a ``lease``, too. None: as many as have a "
         "CPU for each rank.",
+    )
+    numa: str | None = option(
+        None,
+        WordOrCpus("node", "socket", "exclusive", "core-complex", None),
+        'Binds each rank to CPUs near its device before it has a thread: to those of the device\'s NUMA "node", all of '
+        'its "socket", an "exclusive" share of the node\'s cores, or a "core-complex" (a shared cache) there. Or to '
+        'lists, by local rank: "0-7;8-15". None: ranks run on any CPU that this process may use.',
+        flag="--numa-binding",
+    )
+    numa_memory: str | None = option(
+        None,
+        Choice("preferred", "bind", None),
+        'Takes the memory of a rank that ``numa`` binds from the nodes of its CPUs: "preferred", or from nowhere else '
+        '("bind"). None: as the kernel does.',
+        flag="--numa-memory",
     )
     oversubscribe: bool = option(
         False,

@@ -105,6 +105,9 @@ def _check_features(given: Mapping[str, Any]) -> None:
         for other, why in elsewhere.items():
             if given[other] is not None:
                 raise ValueError(f"{name}={given[name]!r} with {other}=: {why}; allowed: a call with ranks of its own")
+    if given["numa_memory"] is not None and given["numa"] is None:
+        raise ValueError(f"numa_memory={given['numa_memory']!r} without numa=: memory goes with the CPUs that a rank "
+                         f"is bound to; give numa='node', or another of its values, too")  # fmt: skip
 
 
 def _check_lease(given: Mapping[str, Any]) -> None:

@@ -21,6 +21,8 @@ class KeywordOptions(TypedDict, total=False):
     devices: Sequence[int] | None
     lease: bool | str
     concurrent: int | None
+    numa: str | None
+    numa_memory: str | None
     oversubscribe: bool
     timeout: float | timedelta | None
     grace_period: float

@@ -125,15 +125,34 @@ class Secret:
 class Choice:
     """One of some words."""
 
-    def __init__(self, *words: str) -> None:
+    def __init__(self, *words: str | None) -> None:
         self.words = words
 
     def __str__(self) -> str:
         return ", ".join(map(repr, self.words))
 
     def check(self, name: str, value: object) -> None:
-        if value not in self.words:
+        if value not in self.words and not self._allows(value):
             raise ValueError(f"{name}={value!r}: allowed: {self}")
+
+    def _allows(self, _value: object) -> bool:
+        """True if it is allowed, though no word."""
+        return False
+
+
+class WordOrCpus(Choice):
+    """One of some words, or lists of CPUs, for each local rank one."""
+
+    def __str__(self) -> str:
+        return f'{super().__str__()}, or CPUs of each local rank such as "0-7;8-15"'
+
+    def _allows(self, value: object) -> bool:
+        from mlaunch.base import cores  # for this alone
+
+        try:
+            return isinstance(value, str) and all([cores.of_list(part) for part in value.split(";")])
+        except ValueError:
+            return False
 
 
 class Switch:

@@ -9,7 +9,7 @@ import time
 from mlaunch.base.misuse import misuse
 from mlaunch.caller import interrupts, nesting
 from mlaunch.caller.launch.call import planned, server_for
-from mlaunch.caller.launch.plan import ThisMachine, before_calls
+from mlaunch.caller.launch.plan import Attempt, ThisMachine
 from mlaunch.caller.launch.start import send_launch, with_pipes
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.display import StartingLine
@@ -49,7 +49,7 @@ def open_session(options: Options, rules: StayRules, surroundings: Context | Non
             place = place_of(options)
             with StartingLine("Ranks", place) as line:
                 machine = ThisMachine(server.ready(None, line.show), server.count_devices)
-            spec = planned(Grant(options, environ), machine, "Ranks", before_calls(options))
+            spec = planned(Grant(options, environ), machine, "Ranks", Attempt(0, None))
             spec = dataclasses.replace(spec, name=f"Ranks ({spec.world_size})", deadline=None, stays=True)
             spec = dataclasses.replace(spec, context=surroundings or spec.context)
             history.ready = time.monotonic()
@@ -76,7 +76,7 @@ def check_session(options: Options) -> None:
         environ = {**os.environ, **(options.env or {})}
         server = warm_server.get(environ)  # whatever the start method, this machine has the same
         machine = ThisMachine(server.ready(None, lambda: None), server.count_devices)
-        planned(Grant(options, environ), machine, "Ranks", before_calls(options))
+        planned(Grant(options, environ), machine, "Ranks", Attempt(0, None))
 
 
 def _check(options: Options) -> None:

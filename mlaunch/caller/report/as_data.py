@@ -13,7 +13,7 @@ _OF_LAUNCH: dict[str, Any] = {
     "id": "", "function": "", "age": 0.0, "caller": 0, "agent": 0, "cwd": "", "argv": [], "source": "", "given": "",
     "call": None, "world_size": 0, "restart_count": 0, "features": {},
 }  # fmt: skip
-_OF_RANK: dict[str, Any] = {"rank": 0, "pid": 0, "device": "-", "state": "", "host": None}
+_OF_RANK: dict[str, Any] = {"rank": 0, "pid": 0, "device": "-", "state": "", "host": None, "place": None}
 
 
 def running(told: Mapping[str, Any]) -> dict[str, Any]:

@@ -105,6 +105,7 @@ class History:
                 _end(outcome, rank, self.gone.get(rank)),
                 outcome.values[rank].size if rank in outcome.values else None,
                 board.times(rank - start) if board is not None else (),
+                board.place(rank - start) if board is not None and outcome.spec.sections else "",
             )
             for rank, started in sorted(self.started.items())
         ]
@@ -121,12 +122,16 @@ class History:
 
         ``sizes``: of their values, in bytes. ``begun``: when it began, in monotonic seconds.
         """
-        times, now = self.board.all_times() if self.board is not None else [], time.monotonic()
+        board, now = self.board, time.monotonic()
+        times = board.all_times() if board is not None else []
+        places = [""] * len(times)
+        if board is not None and spec.sections:  # of features, which alone place ranks
+            places = [board.place(rank) for rank in range(len(times))]
 
         def make() -> LaunchReport:
             rows = [
-                _Row(self.started[rank], None, "returned", size, row)
-                for rank, (size, row) in enumerate(zip(sizes, map(read_times, times), strict=True))
+                _Row(self.started[rank], None, "returned", size, row, place)
+                for rank, (size, row, place) in enumerate(zip(sizes, map(read_times, times), places, strict=True))
             ]
             history = dataclasses.replace(self, begun=begun, ready=begun)
             return history._report(spec, None, printed, rows=rows, now=now)
@@ -166,6 +171,7 @@ class History:
             peak_memory=row.gone.peak_memory if row.gone is not None else 0,
             returned=row.returned,
             end=row.end,
+            place=row.place,
         )
 
     def _spans(self, row: _Row, now: float) -> Iterator[Span]:
@@ -187,6 +193,7 @@ class _Row:
     end: str
     returned: int | None
     times: Sequence[float]
+    place: str = ""
 
 
 def _end(outcome: Outcome, rank: int, gone: RankGone | None) -> str:

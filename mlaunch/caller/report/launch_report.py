@@ -65,7 +65,9 @@ class LaunchReport(LaunchRecord):
         """Return the report as programs read it, ready for JSON; ``docs/schema.json`` has the fields (``report``)."""
         from mlaunch.base.schema import VERSION
 
-        ranks = [dataclasses.asdict(rank) | {"host": rank.host or None} for rank in self.ranks]
+        ranks = [
+            dataclasses.asdict(rank) | {"host": rank.host or None, "place": rank.place or None} for rank in self.ranks
+        ]
         stopped = None if self.stopped is None else dataclasses.asdict(self.stopped)
         names = ("host", "seconds", "begun", "restart_count", "world_size", "log_dir")
         known = {name: getattr(self, name) for name in names}

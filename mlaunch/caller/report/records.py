@@ -40,6 +40,7 @@ class RankReport:
         returned: The size of its pickled value in bytes; None without one.
         end: "returned", or as in ``RankFailure.what``.
         host: Where an engine has placed it; "" on this machine.
+        place: The CPUs that it was bound to: "node 1, CPUs 24-47"; "" if it was not.
     """
 
     rank: int
@@ -50,6 +51,7 @@ class RankReport:
     returned: int | None
     end: str
     host: str = ""
+    place: str = ""
 
     def seconds(self, phase: str) -> float | None:
         """Tells how long a phase took; None if the rank did not come to it."""
@@ -103,17 +105,20 @@ class LaunchRecord:
         """Returns the table: a head, then a row for each rank."""
         phases = [phase for phase in PHASES if any(rank.seconds(phase) is not None for rank in self.ranks)]
         hosts = len({rank.host for rank in self.ranks}) > 1
-        head = ["rank", *(["host"] if hosts else []), "pid", "device", *phases, "peak memory", "value", "end"]
-        return [head, *(_cells(rank, phases, hosts=hosts) for rank in self.ranks)]
+        placed = any(rank.place for rank in self.ranks)
+        where = [*(["host"] if hosts else []), "pid", "device", *(["place"] if placed else [])]
+        head = ["rank", *where, *phases, "peak memory", "value", "end"]
+        return [head, *(_cells(rank, phases, hosts=hosts, placed=placed) for rank in self.ranks)]
 
 
-def _cells(rank: RankReport, phases: Sequence[str], *, hosts: bool) -> list[str]:
+def _cells(rank: RankReport, phases: Sequence[str], *, hosts: bool, placed: bool) -> list[str]:
     times = [rank.seconds(phase) for phase in phases]
     return [
         str(rank.rank),
         *([rank.host] if hosts else []),
         str(rank.pid),
         rank.device,
+        *([rank.place] if placed else []),
         *("" if seconds is None else in_seconds(seconds) for seconds in times),
         in_bytes(rank.peak_memory) if rank.peak_memory else "",
         "" if rank.returned is None else in_bytes(rank.returned),

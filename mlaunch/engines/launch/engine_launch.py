@@ -23,6 +23,7 @@ from mlaunch.caller.output.relay import Relay
 from mlaunch.caller.report import notebook
 from mlaunch.caller.report.history import History
 from mlaunch.caller.server.attachments import in_memfds
+from mlaunch.core import load
 from mlaunch.engines.launch.agents_of_machines import MergedAgent
 from mlaunch.engines.launch.machine import Machine
 from mlaunch.engines.launch.machines import say
@@ -236,7 +237,7 @@ class MachinesLaunch:
             stall=stall,
             stall_ends=stall_ends,
             command=self.work.command,
-            sections={} if self.number.parts is None else self.number.parts.sections,
+            sections=load.sections_of(self.options, self.number.parts),
         )
 
 

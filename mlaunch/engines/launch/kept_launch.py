@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from mlaunch.caller import interrupts
-from mlaunch.caller.launch.plan import before_calls
+from mlaunch.caller.launch.plan import Attempt
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.output_plan import OutputPlan, output_plan
 from mlaunch.caller.output.relay import Relay
@@ -95,5 +95,5 @@ def open_on_machines(
 
     with interrupts.deferred():
         machines.renew()
-        handle = _RanksLaunch(machines, options, Work("Ranks", None), output, before_calls(options)).start(after)
+        handle = _RanksLaunch(machines, options, Work("Ranks", None), output, Attempt(0, None)).start(after)
         return RanksLaunch(handle, rules, own_server=True)

@@ -1,0 +1,116 @@
+"""The accelerators of this machine and their PCI addresses, found without waking a driver for this process.
+
+Each way lists them in the order in which their runtime counts them, and leaves out what this process may not use, since
+CUDA does not count it either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from mlaunch.numa.wire import PciDevice
+
+_NVIDIA = "0x10de"
+_SHOWS, _COMPUTES = "0x0300", "0x0302"  # classes of PCI devices: VGA and 3D controllers
+_KEYS = ("vendor", "class", "device")
+_INSTANCES = "proc/driver/nvidia/capabilities/gpu*/mig/gi*"
+Load = Callable[[str], Any]
+
+
+def devices_of(root: str = "/", load: Load = importlib.import_module) -> tuple[PciDevice, ...]:
+    """Return them. ``root``: where /proc, /sys and /dev are; ``load``: imports the library that knows NVIDIA's."""
+    return (*_nvidias(Path(root), load), *_amds(Path(root)))
+
+
+def _nvidias(root: Path, load: Load) -> list[PciDevice]:
+    found = list(_in_proc(root))
+    # NVML takes longer, and alone knows MIG instances; the driver gives a device's UUID once it has been used.
+    if not found or not all(device.names for device in found) or any(root.glob(_INSTANCES)):
+        found = _by_nvml(load) or found
+    return found or list(_in_sys(root))
+
+
+def _in_proc(root: Path) -> Iterator[PciDevice]:
+    """Yield what NVIDIA's driver says of its devices."""
+    for path in sorted((root / "proc/driver/nvidia/gpus").glob("*:*"), key=lambda path: _place(path.name)):
+        with contextlib.suppress(OSError):
+            lines = (path / "information").read_text(encoding="utf-8", errors="replace").splitlines()
+            told = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+            # Also false where a cgroup forbids it, as Slurm's do with the devices of others.
+            if os.access(root / f"dev/nvidia{told.get('Device Minor', '0')}", os.R_OK | os.W_OK):
+                uuid = told.get("GPU UUID", "?")
+                yield PciDevice("cuda", path.name, () if "?" in uuid else (uuid,), told.get("Model", ""))
+
+
+def _by_nvml(load: Load) -> list[PciDevice]:
+    """Return what NVIDIA's library says (extra ``nvidia``); nothing without it, or if it cannot say."""
+    try:
+        nvml = load("pynvml")
+    except ImportError:
+        return []
+    found = []
+    try:
+        nvml.nvmlInit()
+        try:
+            for index in range(nvml.nvmlDeviceGetCount()):
+                with contextlib.suppress(nvml.NVMLError):  # it may not be used from here
+                    found.append(_of_handle(nvml, nvml.nvmlDeviceGetHandleByIndex(index)))
+        finally:
+            nvml.nvmlShutdown()
+    except nvml.NVMLError:
+        return []
+    return sorted(found, key=lambda device: _place(device.address))
+
+
+def _of_handle(nvml: Any, handle: object) -> PciDevice:
+    bus = nvml.nvmlDeviceGetPciInfo(handle)
+    names = [_text(nvml.nvmlDeviceGetUUID(handle))]
+    with contextlib.suppress(nvml.NVMLError):  # it has no instances
+        for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+            with contextlib.suppress(nvml.NVMLError):
+                names.append(_text(nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))))
+    address = f"{bus.domain:04x}:{bus.bus:02x}:{bus.device:02x}.0"
+    return PciDevice("cuda", address, tuple(names), _text(nvml.nvmlDeviceGetName(handle)))
+
+
+def _text(told: str | bytes) -> str:
+    """Return a string of the library, whose older versions give bytes."""
+    return told.decode() if isinstance(told, bytes) else told
+
+
+def _in_sys(root: Path) -> Iterator[PciDevice]:
+    """Yield NVIDIA's devices as the kernel knows them, without UUIDs."""
+    for path in sorted((root / "sys/bus/pci/devices").glob("*:*"), key=lambda path: _place(path.name)):
+        with contextlib.suppress(OSError):
+            vendor, kind, model = ((path / name).read_text(encoding="ascii").strip() for name in _KEYS)
+            if vendor == _NVIDIA and kind.startswith((_SHOWS, _COMPUTES)):
+                yield PciDevice("cuda", path.name, (), model)
+
+
+def _amds(root: Path) -> Iterator[PciDevice]:
+    """Yield AMD's devices in the order of the kernel's compute driver, which is HIP's."""
+    nodes = (root / "sys/class/kfd/kfd/topology/nodes").glob("[0-9]*")
+    for path in sorted(nodes, key=lambda path: int(path.name)):
+        with contextlib.suppress(OSError, ValueError):
+            lines = (path / "properties").read_text(encoding="ascii").splitlines()
+            told = {name: int(value) for name, value in map(str.split, lines)}
+            usable = os.access(root / f"dev/dri/renderD{told.get('drm_render_minor', 0)}", os.R_OK | os.W_OK)
+            if told.get("simd_count") and usable:  # CPUs have none
+                yield _of_properties(told)
+
+
+def _of_properties(told: dict[str, int]) -> PciDevice:
+    place = told["location_id"]
+    address = f"{told.get('domain', 0):04x}:{place >> 8 & 0xFF:02x}:{place >> 3 & 0x1F:02x}.{place & 7}"
+    name = (f"GPU-{told['unique_id']:016x}",) if told.get("unique_id") else ()
+    return PciDevice("rocm", address, name, str(told.get("device_id", "")))
+
+
+def _place(address: str) -> tuple[int, ...]:
+    """Return an address as numbers, which sort as CUDA and NVML do."""
+    return tuple(int(part, 16) for part in address.replace(".", ":").split(":"))

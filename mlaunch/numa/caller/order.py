@@ -1,0 +1,48 @@
+"""The caller's part: it looks once where devices are, and refuses CPUs that ranks could not have."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import TYPE_CHECKING, Any
+
+from mlaunch.core.parts import CallerPart, Spell
+from mlaunch.numa.caller.machine_devices import devices_of
+from mlaunch.numa.rank.binding import check_lists
+from mlaunch.numa.wire import NumaOrder, PciDevice
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.spec import LaunchSpec
+
+ROOT = "/"
+
+
+class NumaOfACall(CallerPart):
+    """How the call's ranks are to be bound."""
+
+    section: NumaOrder
+
+    def __init__(self, order: NumaOrder, *, elsewhere: bool) -> None:
+        self.section = order
+        self._elsewhere = elsewhere
+
+    def planned(self, spec: LaunchSpec) -> None:
+        """Refuse lists of CPUs that ranks of this machine could not have, by a ValueError; ranks elsewhere do."""
+        if not self._elsewhere:
+            check_lists(self.section, spec.local_world_size, self.section.allowed)
+
+
+def part(options: Any, spell: Spell) -> NumaOfACall:
+    """Make the caller's part."""
+    mode, memory = options.numa, options.numa_memory
+    asked = spell("numa", mode).replace("--numa ", "--numa-binding ")  # as torchrun calls its flag
+    asked += f", {spell('numa_memory', memory)}" if memory else ""
+    allowed = tuple(sorted(os.sched_getaffinity(0)))
+    order = NumaOrder(mode, memory, asked, devices_here(ROOT), allowed, ROOT)
+    return NumaOfACall(order, elsewhere=options.engine is not None)
+
+
+@functools.cache
+def devices_here(root: str) -> tuple[PciDevice, ...]:
+    """Return this machine's devices, which do not change while a process runs."""
+    return devices_of(root)

@@ -1,0 +1,14 @@
+"""On a machine of an engine, whose devices its caller does not know."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mlaunch.core.parts import MachinePart
+from mlaunch.numa.caller.order import ROOT, devices_here
+from mlaunch.numa.wire import NumaOrder
+
+
+def part(section: NumaOrder) -> MachinePart:
+    """Make a machine's part."""
+    return MachinePart(replace(section, devices=devices_here(ROOT), allowed=(), root=ROOT))

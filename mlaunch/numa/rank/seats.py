@@ -1,0 +1,98 @@
+"""Which device each rank of a machine has, by the variables that show devices to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mlaunch.base.frozen_record import frozen_record
+from mlaunch.numa.rank.binding import Seats
+from mlaunch.numa.wire import PciDevice
+
+_SHOWS = {"cuda": ("CUDA_VISIBLE_DEVICES",), "rocm": ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")}
+_BELOW = "ROCR_VISIBLE_DEVICES"  # shows devices to HIP, which counts those from 0
+_ORDER = "CUDA_DEVICE_ORDER"
+_INSTANCE = "MIG-"
+
+
+@frozen_record
+class _Named:
+    """A device by the name that shows it; one has several where they name its MIG instances."""
+
+    name: str
+    device: PciDevice
+
+
+def seats_of(
+    ranks: int, devices: Sequence[PciDevice], runtime: str, environ: Mapping[str, str], own: str | None
+) -> Seats:
+    """Return the devices of so many ranks.
+
+    Args:
+        ranks: Of this machine.
+        devices: The machine's.
+        runtime: "cuda", "rocm", "cpu", or another of which nothing is known here.
+        environ: The caller's variables.
+        own: The launch's devices as the machine names them, with commas; None: local rank i has the one with the number
+            i of those that ``environ`` shows.
+    """
+    if runtime == "cpu":
+        return Seats(ranks)
+    there = [device for device in devices if device.runtime == runtime]
+    if not there:
+        lacks = f"where {runtime} devices are is not known here"
+        return Seats(ranks) if own is None else Seats(ranks, why_not=lacks)
+    below = _picked(there, environ.get(_BELOW) if runtime == "rocm" else None)
+    shown = next((environ[name] for name in _SHOWS[runtime] if name in environ), None)
+    pool = _picked([one.device for one in below], shown)
+    theirs = pool if own is None else _picked([one.device for one in below], own)
+    if own is None and not pool:
+        return Seats(ranks)
+    if lacks := _unordered(there, [*pool, *theirs], runtime, environ):
+        return Seats(ranks, why_not=lacks)
+    if any(_found(one, pool) is None for one in theirs):  # the caller shows others than its launch has
+        pool = theirs
+    places = [_found(theirs[rank], pool) if rank < len(theirs) else None for rank in range(ranks)]
+    return Seats(ranks, [one.device for one in pool], places)
+
+
+def _picked(devices: Sequence[PciDevice], shown: str | None) -> list[_Named]:
+    """Return those that a variable shows: all without one, and none behind a name that is no device's, as CUDA does."""
+    if shown is None:
+        return [_Named(str(number), device) for number, device in enumerate(devices)]
+    found = []
+    for name in (part.strip() for part in shown.split(",")):
+        device = _named(name, devices)
+        if device is None:
+            break
+        found.append(_Named(name, device))
+    return found
+
+
+def _named(name: str, devices: Sequence[PciDevice]) -> PciDevice | None:
+    if name.isdecimal():
+        return devices[int(name)] if int(name) < len(devices) else None
+    if not name:
+        return None
+    if name.startswith(f"{_INSTANCE}GPU-"):  # of older drivers: the device's UUID, and the numbers of the instance
+        name = name.removeprefix(_INSTANCE).partition("/")[0]
+    # A UUID may be cut short as long as it is one device's.
+    there = [device for device in devices if any(known.startswith(name) for known in device.names)]
+    return there[0] if len(there) == 1 else None
+
+
+def _found(one: _Named, pool: Sequence[_Named]) -> int | None:
+    """Return where a device is: by its name, since a device may be there in several instances, or else itself."""
+    names = [other.name for other in pool]
+    if one.name in names and one.name.startswith(_INSTANCE):
+        return names.index(one.name)
+    return next((place for place, other in enumerate(pool) if other.device is one.device), None)
+
+
+def _unordered(
+    there: Sequence[PciDevice], used: Sequence[_Named], runtime: str, environ: Mapping[str, str]
+) -> str:  # fmt: skip
+    """Say why numbers mean nothing here; "" if they do: CUDA puts the fastest device first, and only CUDA knows it."""
+    by_speed = runtime == "cuda" and environ.get(_ORDER) != "PCI_BUS_ID" and len({one.model for one in there}) > 1
+    if by_speed and any(one.name.isdecimal() for one in used):
+        return f"this machine's devices are of several models, which CUDA numbers by speed; set {_ORDER}=PCI_BUS_ID"
+    return ""
