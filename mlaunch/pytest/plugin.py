@@ -32,8 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Registers the mark."""
     config.addinivalue_line(
         "markers",
-        f"{NAME}(*sizes, backend=None, device_type='cpu', deadline=None, fresh=False): run the test on this many "
-        "ranks, once for each size",
+        f"{NAME}(*sizes, backend=None, device_type='cpu', deadline=None, fresh=False, numa=None, numa_memory=None): "
+        "run the test on this many ranks, once for each size",
     )
 
 

@@ -126,6 +126,12 @@ def test_on_machines_of_an_engine_each_by_its_own_files() -> None:
     assert isinstance(caught.value.__cause__, LaunchError)
 
 
+@pytest.mark.ranks(2, numa=EACH, numa_memory="bind")
+def test_tests_on_ranks() -> None:
+    masks, policy, _ = found()
+    assert (masks, policy) == ({str(*os.sched_getaffinity(0))}, "bind")
+
+
 def test_threads_are_the_users_where_he_has_said_how_many() -> None:
     assert launcher(found, 1, numa=str(LAST), env={"OMP_NUM_THREADS": "3"})()[0][2] == "3"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from mlaunch.base import cores
@@ -20,6 +20,7 @@ class Topology:
 
     def __init__(self, root: str, allowed: Collection[int]) -> None:
         self._root, self.allowed = Path(root), frozenset(allowed)
+        self._read: dict[str, str] = {}  # the files are many, and ranks ask for the same
         self.nodes = {node: self._list(f"{_NODES}/node{node}/cpulist") & self.allowed for node in self._online()}
 
     def node_of(self, address: str) -> int:
@@ -49,16 +50,17 @@ class Topology:
 
     def sockets_of(self, nodes: Collection[int]) -> frozenset[int]:
         """Return all CPUs of the sockets in which these nodes are."""
-        inside = {self._socket(cpu) for node in nodes for cpu in self.nodes[node]}
-        return frozenset(cpu for its in self.nodes.values() for cpu in its if self._socket(cpu) in inside)
+        sockets = {node: self._socket(min(cpus)) for node, cpus in self.nodes.items() if cpus}
+        inside = {sockets[node] for node in nodes if node in sockets}
+        return frozenset(cpu for node, socket in sockets.items() if socket in inside for cpu in self.nodes[node])
 
     def cores(self, cpus: Collection[int]) -> list[frozenset[int]]:
         """Return these CPUs as physical cores, by their lowest number."""
-        return _grouped(cpus, lambda cpu: min(self._siblings(cpu)))
+        return _grouped(cpus, self._siblings)
 
     def complexes(self, cpus: Collection[int]) -> list[frozenset[int]]:
         """Return these CPUs by the last cache that they share, the largest group first."""
-        return sorted(_grouped(cpus, lambda cpu: min(self._sharing(cpu))), key=lambda group: -len(group))
+        return sorted(_grouped(cpus, self._sharing), key=lambda group: -len(group))
 
     def _online(self) -> list[int]:
         try:
@@ -75,22 +77,28 @@ class Topology:
     def _sharing(self, cpu: int) -> frozenset[int]:
         """Return the CPUs with which one shares its last cache."""
         level, sharing = -1, frozenset({cpu})
-        for cache in (self._root / _CPUS / f"cpu{cpu}/cache").glob("index[0-9]*"):
-            here = int((cache / "level").read_text(encoding="ascii"))
-            of_data = (cache / "type").read_text(encoding="ascii").strip() in {"Unified", "Data"}
-            if of_data and here > level:
-                level, sharing = here, cores.of_list((cache / "shared_cpu_list").read_text(encoding="ascii"))
+        for path in (self._root / _CPUS / f"cpu{cpu}/cache").glob("index[0-9]*"):
+            cache = f"{_CPUS}/cpu{cpu}/cache/{path.name}"
+            here = int(self._text(f"{cache}/level"))
+            if here > level and self._text(f"{cache}/type").strip() in {"Unified", "Data"}:
+                level, sharing = here, self._list(f"{cache}/shared_cpu_list")
         return sharing
 
     def _list(self, path: str) -> frozenset[int]:
         return cores.of_list(self._text(path))
 
     def _text(self, path: str) -> str:
-        return (self._root / path).read_text(encoding="utf-8", errors="replace")
+        if path not in self._read:
+            self._read[path] = (self._root / path).read_text(encoding="utf-8", errors="replace")
+        return self._read[path]
 
 
-def _grouped(cpus: Collection[int], key: Callable[[int], Hashable]) -> list[frozenset[int]]:
-    groups: dict[Hashable, set[int]] = {}
-    for cpu in sorted(cpus):
-        groups.setdefault(key(cpu), set()).add(cpu)
-    return [frozenset(group) for group in groups.values()]
+def _grouped(cpus: Collection[int], beside: Callable[[int], frozenset[int]]) -> list[frozenset[int]]:
+    """Return the CPUs in groups, each of those that are beside one of them, by the lowest number of all of these."""
+    groups, left = [], set(cpus)
+    while left:
+        first = min(left)
+        all_of_them = beside(first) | {first}
+        groups.append((min(all_of_them), frozenset(all_of_them & left)))
+        left -= all_of_them
+    return [group for _, group in sorted(groups, key=lambda known: known[0])]

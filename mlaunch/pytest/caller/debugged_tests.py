@@ -58,6 +58,8 @@ class Debugging:
                     devices=place.devices,
                     device_type=shape.device_type,
                     backend=shape.backend,
+                    numa=shape.numa,
+                    numa_memory=shape.numa_memory,
                     deadline=deadline,
                     progress=False,
                     debug=True,

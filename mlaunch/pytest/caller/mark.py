@@ -10,7 +10,7 @@ import pytest
 
 NAME = "ranks"
 SIZE = "_mlaunch_ranks"  # the fixture whose parameter is the size, where there are several
-_OPTIONS = {"n", "backend", "device_type", "deadline", "fresh"}
+_OPTIONS = {"n", "backend", "device_type", "deadline", "fresh", "numa", "numa_memory"}
 _LEVELS = (False, "group", True)
 
 
@@ -21,6 +21,8 @@ class Shape:
     size: int
     device_type: str
     backend: str | None
+    numa: str | None = None
+    numa_memory: str | None = None
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ def take_in(item: pytest.Item) -> bool:
         item.warn(pytest.PytestWarning(f"{item.nodeid} is no test function; the mark ranks does not count for it"))
         return False
     options, size = _options(item, marks), _size_of(item, marks[0])
-    shape = Shape(size, options.get("device_type") or "cpu", options.get("backend"))
+    near = options.get("numa"), options.get("numa_memory")
+    shape = Shape(size, options.get("device_type") or "cpu", options.get("backend"), *near)
     item.stash[WANTED] = Wanted(shape, options.get("deadline"), options.get("fresh", False))
     # pytest selects by keyword arguments of marks alone.
     before, item.stash[_OURS] = item.stash.get(_OURS, None), pytest.mark.ranks(n=size).mark

@@ -103,6 +103,8 @@ class SharedRanks:
             devices=self._place.devices,
             device_type=self.shape.device_type,
             backend=self.shape.backend,
+            numa=self.shape.numa,
+            numa_memory=self.shape.numa_memory,
             grace_period=_GRACE,
             progress=False,
             env={**xdist_workers.share_of_cores(self.shape.size), **self._place.environ},
