@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _WHAT = """\
-Opens a prompt of Python's debugger in ranks of a running launch: a call, ranks that stay, or mlaunch run. Each stops at
-its next line of Python; one that waits inside C stops once that returns. The words are those of debug=True: all n,
-ranks 1,3 p x, switch 2, who, c, detach, q. Ctrl-C, the end of input and detach leave, and the ranks go on; q ends the
-launch. Without an ID the only launch is taken; of several a list is printed.
+Open a prompt of Python's debugger in ranks of a running launch: a call, ranks that stay, or mlaunch run. Each rank
+stops at its next line of Python; a rank that waits inside C code stops when that code returns. The commands are those
+of debug=True: all n, ranks 1,3 p x, switch 2, who, c, detach, q. Ctrl-C, the end of input and detach leave it, and the
+ranks continue; q ends the launch. Without an ID, the only launch is taken, or several are listed.
 """
 
 
 def add_command(commands: Commands) -> None:
-    debug = commands.add_parser("debug", help="open a debugger's prompt in ranks that run", description=_WHAT)
+    debug = commands.add_parser("debug", help="open a debugger's prompt in running ranks", description=_WHAT)
     debug.add_argument(
         "id", nargs="?", default="", metavar="ID", help="as ps shows it, or its start (default: the one)"
     )

@@ -155,7 +155,7 @@ def parser(prog: str, environ: Mapping[str, str] | None = None) -> Flags:
     flags = Flags(
         os.environ if environ is None else environ,
         prog=prog,
-        description="Runs a script once per device, as torchrun does, from one interpreter that imports torch once.",
+        description="Run a script once per device, as torchrun does, from one interpreter that imports torch once.",
     )
     _add_sizes(flags)
     _add_meeting(flags)
@@ -163,7 +163,7 @@ def parser(prog: str, environ: Mapping[str, str] | None = None) -> Flags:
     _add_output(flags)
     _add_ending(flags)
     flags.add_argument("--print-completion", "--print_completion", action=PrintCompletion, metavar="SHELL",
-                       help="print what makes a shell (bash, zsh, tcsh) complete mlaunch; needs shtab")  # fmt: skip
+                       help="print a completion script for a shell (bash, zsh, tcsh); needs shtab")  # fmt: skip
     flags.add_argument("--print-man-page", action=PrintManPage, nargs=0,
                        help="print the page for man mlaunch; needs argparse-manpage")  # fmt: skip
     for name, reason in _REFUSED.items():
@@ -186,15 +186,13 @@ def _add_sizes(flags: Flags) -> None:
                "(a rank per device, per CPU without any); default: 1, or as many as --devices")  # fmt: skip
     flags.flag(group, "--nnodes", default="1", metavar="N", help="machines (default: 1)")
     flags.flag(group, "--node-rank", kind=int, metavar="N", help="which of them this is (default: 0)")
-    group.add_argument("--engine", metavar="NAME", help="who places the ranks on --nnodes machines: slurm:partition=P, "
+    group.add_argument("--engine", metavar="NAME", help="what starts ranks on --nnodes machines: slurm:partition=P, "
                        "ssh:HOST,HOST, ray:GPU=4, 'command:mpirun -N 1' (default: this machine)")  # fmt: skip
     group.add_argument("--oversubscribe", action="store_true", help="allow more than 64 ranks where that is more than "
                        "8 for each CPU")  # fmt: skip
     group.add_argument("--devices", metavar="I,J", help="the devices that ranks see, by number (default: all)")
     _add_of_features(flags, group)
-    flags.switch(
-        group, "--virtual-local-rank", help="each rank sees its own device alone, as device 0; LOCAL_RANK is 0"
-    )
+    flags.switch(group, "--virtual-local-rank", help="each rank sees only its own device, as device 0; LOCAL_RANK is 0")
 
 
 def _add_of_features(flags: Flags, group: Any) -> None:
@@ -216,7 +214,7 @@ def _add_meeting(flags: Flags) -> None:
     flags.flag(
         group, "--rdzv-conf", default="", metavar="K=V,...", help="join_timeout or timeout in seconds, rank, is_host"
     )
-    flags.switch(group, "--standalone", help="one machine, a free port; --rdzv-* and --master-* are not looked at")
+    flags.switch(group, "--standalone", help="one machine, a free port; --rdzv-* and --master-* have no effect")
     group.add_argument("--token-file", metavar="FILE", help="a secret that all machines share (or MLAUNCH_TOKEN)")
 
 
@@ -224,7 +222,7 @@ def _add_what(flags: Flags) -> None:
     group = flags.add_argument_group("what is run")
     flags.switch(group, "-m", "--module", help="a module, as python -m does")
     flags.switch(group, "--no-python", help="a program that is no Python script")
-    flags.switch(group, "--run-path", help="a script (the same as without)")
+    flags.switch(group, "--run-path", help="accepted, but has no effect")
     flags.flag(group, "--role", default="default", help="becomes ROLE_NAME (default: default)")
     group.add_argument("--preload", metavar="A,B", help="modules to import once, before the ranks are forked")
     group.add_argument("--dry-run", action="store_true", help="print the plan: ranks, devices, addresses, environment")
@@ -233,8 +231,8 @@ def _add_what(flags: Flags) -> None:
 def _add_output(flags: Flags) -> None:
     group = flags.add_argument_group("output")
     flags.flag(group, "--log-dir", metavar="DIR", help="where --redirects and --tee write (default: a new directory)")
-    flags.flag(group, "-r", "--redirects", default="0", metavar="STD", help=f"into files alone: {STD_HELP}")
-    flags.flag(group, "-t", "--tee", default="0", metavar="STD", help="into files, and here with a prefix")
+    flags.flag(group, "-r", "--redirects", default="0", metavar="STD", help=f"only into files: {STD_HELP}")
+    flags.flag(group, "-t", "--tee", default="0", metavar="STD", help="into files, and to the terminal with a prefix")
     flags.flag(group, "--log-line-prefix-template", default="", metavar="TEMPLATE", help="the prefix, of "
                "${role_name}, ${rank}, ${local_rank}, ${hostname} (default: $TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE, or "
                "[${role_name}${local_rank}]:)")  # fmt: skip
@@ -250,12 +248,16 @@ def _add_ending(flags: Flags) -> None:
         default=0,
         kind=int,
         metavar="N",
-        help="start all ranks anew after a failure (default: 0)",
+        help="start all ranks again after a failure (default: 0)",
     )
     group.add_argument("--max-preemptions", type=int, default=0, metavar="N", help="with --engine: start all ranks "
-                       "anew when a scheduler has taken their machines for others (default: 0)")  # fmt: skip
+                       "again when a scheduler has taken their machines for others (default: 0)")  # fmt: skip
     flags.flag(
-        group, "--monitor-interval", kind=float, metavar="SECONDS", help="any value is kept: ends are noticed at once"
+        group,
+        "--monitor-interval",
+        kind=float,
+        metavar="SECONDS",
+        help="accepted, but has no effect: ends are noticed at once",
     )
     flags.flag(group, "--signals-to-handle", default=DEFAULT_SIGNALS, metavar="NAMES",
                help=f"signals to pass on before ending (default: {DEFAULT_SIGNALS})")  # fmt: skip

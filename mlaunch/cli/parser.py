@@ -14,17 +14,17 @@ from mlaunch.core import load
 _EXAMPLES = """\
 examples:
   mlaunch run --nproc-per-node 4 train.py
-                           a script on four ranks (mlaunch run --help tells more)
+                           a script on four ranks (for more: mlaunch run --help)
   mlaunch ps               what is running, and what each rank is doing
   mlaunch stacks 3f2a      where the ranks of the launch 3f2a... are in their code
   mlaunch why 3f2a         which rank the others wait for
-  mlaunch stop 3f2a        ends that launch
+  mlaunch stop 3f2a        end that launch
   mlaunch debug 3f2a 1     a debugger's prompt in its rank 1
-  mlaunch warm             keeps torch imported, so that commands start at once
+  mlaunch warm             keep torch imported, so that commands start at once
   mlaunch doctor           what this machine offers, and what would go wrong
   mlaunch doctor --report  the same with versions and limits, for a bug report
 
-exit status: 0, 1 for an error that is told, 2 for a wrong command line; of run: see mlaunch run --help
+exit status: 0; 1 for an error, which is printed; 2 for a wrong command line; for run see mlaunch run --help
 """
 
 
@@ -32,12 +32,12 @@ def mlaunch_parser(run: argparse.ArgumentParser | None = None) -> argparse.Argum
     """Makes the parser of the whole command. ``run``: the flags of its ``run``, which reads them itself otherwise."""
     parser = argparse.ArgumentParser(
         prog="mlaunch",
-        description="Starts scripts on every device, looks at launches on this machine, and at the machine.",
+        description="Start scripts on every device, look at running launches, and check this machine.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"mlaunch {__version__}")
-    parser.add_argument(PRINT_COMPLETION, metavar="SHELL", help="print what makes a shell complete mlaunch: bash, zsh, "
+    parser.add_argument(PRINT_COMPLETION, metavar="SHELL", help="print a completion script for mlaunch: bash, zsh, "
                         "tcsh, fish; needs shtab")  # fmt: skip
     parser.set_defaults(run=lambda _: parser.print_help())
     commands = parser.add_subparsers(metavar="COMMAND")

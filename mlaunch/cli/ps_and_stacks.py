@@ -27,24 +27,24 @@ if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _MOST_ROWS = 16  # of ranks that ps shows each by itself
-_WATCH = "a table on the terminal that is drawn anew every second, or as often as this says; Ctrl-C ends it"
+_WATCH = "a table on the terminal that is updated every second, or every SECONDS; Ctrl-C ends it"
 _CALLER = "only launches that this process has called, or one that it has started"
 _ALL_THREADS = "every thread of every rank, not grouped; a rank whose other threads run Python meanwhile may die of it"
 _WHY = """\
-Says in one sentence which rank the others wait for, and what it does instead, then where each rank is. The ranks go on
-meanwhile.
+Say in one sentence which rank the others wait for, and what it does instead, then where each rank is. The ranks
+continue meanwhile.
 """
 _STOP = """\
-Stops a running launch. If its ranks ask mlaunch.stopping(), or it has the option stop_on, they stop by themselves at a
-step that they agree on, within stop_grace, and its caller gets their values. Else, and with --now, it ends as a failure
-does: ranks are asked to end (SIGTERM), and forced after the grace period, and its caller gets a LaunchError that says
-so. Returns when the ranks are gone, or the call on ranks that stay.
+Stop a running launch. If its ranks call mlaunch.stopping(), or it has the option stop_on, they stop by themselves at a
+step that they agree on, within stop_grace, and its caller gets their values. Otherwise, and with --now, it ends as
+after a failure: ranks get SIGTERM, and SIGKILL after the grace period, and its caller gets a LaunchError that says so.
+The command returns when the ranks are gone, or, for ranks that stay, when their call is over.
 """
 
 
 def add_commands(commands: Commands) -> None:
     ps = commands.add_parser(
-        "ps", help="list this user's running launches", description="Lists this user's running launches, newest first."
+        "ps", help="list this user's running launches", description="List this user's running launches, newest first."
     )
     ps.add_argument("--json", action="store_true", help="one JSON list, with the command line and directory of each")
     ps.add_argument("--caller", type=_pid, metavar="PID", help=_CALLER)
@@ -53,12 +53,12 @@ def add_commands(commands: Commands) -> None:
     stacks = commands.add_parser(
         "stacks",
         help="show where the ranks of a running launch are",
-        description="Shows the Python stacks of a running launch, equal ones once. The ranks go on meanwhile.",
+        description="Show the Python stacks of a running launch, equal ones once. The ranks continue meanwhile.",
     )
     _add_choice(stacks, "all")
     stacks.add_argument("--all-threads", action="store_true", help=_ALL_THREADS)
     stacks.set_defaults(run=_stacks)
-    why = commands.add_parser("why", help="say which rank of a running launch holds up the others", description=_WHY)
+    why = commands.add_parser("why", help="say which rank of a running launch the others wait for", description=_WHY)
     _add_choice(why, "all")
     why.set_defaults(run=_why)
     stop = commands.add_parser("stop", help="end a running launch", description=_STOP)

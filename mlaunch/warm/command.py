@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 _INTERRUPTED = 130  # the exit status for Ctrl-C
 _USUAL_TIME = "30m"
 _ABOUT = """\
-Keeps a fork server, which has imported torch, for this user on this machine. mlaunch run, scripts with decorated
-functions and tests on ranks then get a fork of it, where all that counts at an import is equal, and start at once.
+Keep a fork server, which has imported torch, for this user on this machine. mlaunch run, scripts with decorated
+functions and tests on ranks then use a fork of it and start at once, if everything that matters to an import is equal.
 It ends some time after its last use.
 """
 
@@ -36,10 +36,16 @@ def add_command(commands: Commands) -> None:
     warm = commands.add_parser("warm", help="keep a fork server, so that commands start at once", description=_ABOUT)
     warm.add_argument("--for", dest="seconds", metavar="TIME", help="how long it stays after its last use: 90s, 30m, "
                       f"8h, 2d (default: {_USUAL_TIME})")  # fmt: skip
-    warm.add_argument("--preload", metavar="MODULES", help="import these, too, with commas between them")
+    warm.add_argument("--preload", metavar="MODULES", help="import these modules, too: names with commas between them")
     instead = warm.add_mutually_exclusive_group()
-    instead.add_argument("--status", action="store_true", help="show what is kept, and whether it would serve here")
-    instead.add_argument("--stop", action="store_true", help="end all that is kept; what runs goes on")
+    instead.add_argument(
+        "--status",
+        action="store_true",
+        help="show the fork servers that are kept, and whether a command here would use them",
+    )
+    instead.add_argument(
+        "--stop", action="store_true", help="end all fork servers that are kept; running commands continue"
+    )
     warm.add_argument("--json", action="store_true", help="with --status, for programs: one JSON list")
     warm.set_defaults(run=_warm, refuse=warm.error)
 

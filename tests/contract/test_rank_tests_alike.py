@@ -1,7 +1,7 @@
 """The pytest plugin: what pytest documents of fixtures, marks, capturing and logging is the same on ranks, or is known.
 
 Two runs of ``alike_suite``, of which one gives each test the mark ``ranks(1)``. What differs is in the table of
-docs/testing.rst under "What differs".
+docs/testing.rst under "What differs from plain pytest".
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _plain(report: dict[str, Any]) -> dict[str, Any]:
 def test_the_page_has_each_difference() -> None:
     """By a word of it."""
     page = (Path(__file__).parents[2] / "docs" / "testing.rst").read_text()
-    table = page.partition("What differs\n")[2].partition("What it costs\n")[0]
+    table = page.partition("What differs from plain pytest\n")[2].partition("What it costs\n")[0]
     words = ["setup_module", "async def", "getfixturevalue", "request.session", "record_testsuite_property", "cache"]
     words += ["tmp_path_factory", "get_records", "expectedFailure", "subtests", "capteesys", "addfinalizer", "[0]"]
     assert not [word for word in words if word not in table]

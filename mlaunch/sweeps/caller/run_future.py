@@ -133,7 +133,7 @@ class Run(Future[list[Any]]):
     def stacks(self) -> StacksOfRanks:
         """Returns the Python stacks of its ranks as they are now, by rank; none of one that has not begun or is over.
 
-        The ranks go on meanwhile. Printed, they are as ``mlaunch stacks`` shows them.
+        The ranks continue meanwhile. Printed, they are as ``mlaunch stacks`` shows them.
         """
         found = self._course.seen_as()
         connection = None if found is None or self.done() else registry.connect(os.environ, registry.name_of(*found))

@@ -1,0 +1,153 @@
+"""Plain English: the words that CONTRIBUTING.rst avoids, in pages, help texts, docstrings and messages."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from mlaunch.cli import flags
+from mlaunch.cli.parser import mlaunch_parser
+from tests.conftest import ROOT
+
+# How often each is still there. Lower a number when you have lowered it; it never goes up.
+LEFT_IN_PAGES: dict[str, int] = {
+    "anew": 11,
+    "whoever": 9,
+    "is told": 20,
+    "are told": 7,
+    "stands": 9,
+    "some 30": 2,
+    "all the same": 3,
+    "in vain": 1,
+    "goes on": 10,
+    "what is kept": 1,
+    "for want of": 4,
+    "user alone": 5,
+    "caller alone": 1,
+    "mend": 4,
+    "mended": 3,
+    "of theirs": 4,
+    "over there": 1,
+    "by then": 5,
+    "hears": 12,
+    "lets": 4,
+    "dearest": 1,
+    "of use": 3,
+    "is typed": 1,
+    "travels": 5,
+    "fresh ranks": 7,
+    "where there is no": 1,
+    "tidy up": 2,
+    "of ours": 6,
+    "besides": 3,
+}
+LEFT_IN_CODE: dict[str, int] = {
+    "tells whether": 129,
+    "anew": 26,
+    "lest": 5,
+    "whoever": 48,
+    "is told": 25,
+    "are told": 9,
+    "stands": 56,
+    "some 30": 2,
+    "all the same": 3,
+    "as ever": 1,
+    "in vain": 6,
+    "goes on": 30,
+    "what is kept": 3,
+    "for want of": 4,
+    "rank alone": 5,
+    "mend": 8,
+    "of theirs": 4,
+    "over there": 1,
+    "by then": 10,
+    "hears": 45,
+    "lets": 79,
+    "of use": 4,
+    "is typed": 1,
+    "travels": 13,
+    "fresh ranks": 8,
+    "where there is no": 3,
+    "tidied up": 1,
+    "tidy up": 2,
+    "of ours": 17,
+    "besides": 12,
+}
+
+
+INSTEAD = "CONTRIBUTING.rst, 'Plain English', has what to write instead"
+
+
+def avoided() -> list[str]:
+    """The right column of the table of words."""
+    table = (ROOT / "CONTRIBUTING.rst").read_text(encoding="utf-8").partition("Prefer  ")[2].partition("\n\n")[0]
+    return [word for line in table.splitlines() for word in re.findall(r"``([^`]+)``", line)]
+
+
+def pattern_of(words: list[str]) -> re.Pattern[str]:
+    """What finds any of them, over the end of a line too, with any number in place of theirs: group 1 the first, ..."""
+    parts = [[r"[\d.,]*\d" if part.isdigit() else re.escape(part) for part in one.split()] for one in words]
+    groups = "|".join(r"\s+".join(one).join("()") for one in parts)
+    return re.compile(rf"\b(?:{groups})\b", re.IGNORECASE)
+
+
+def prose_of(page: str) -> str:
+    """A page without what is quoted in it: literals, and blocks of code and output."""
+    page = re.sub(r"(?m)^( *)(\.\. .*|.*::)\n(?:\1 +\S.*\n|[ ]*\n)+", "\n", page)
+    return re.sub(r"``.+?``", "", page, flags=re.DOTALL)
+
+
+def pages() -> Iterator[tuple[str, str]]:
+    names = ["README.rst", "CONTRIBUTING.rst", "SECURITY.rst", *(ROOT / "docs").rglob("*.rst")]
+    for path in (ROOT / name for name in names):
+        yield str(path.relative_to(ROOT)), prose_of(path.read_text(encoding="utf-8"))
+    latest = (ROOT / "CHANGELOG.rst").read_text(encoding="utf-8")
+    yield "CHANGELOG.rst", prose_of("\n- ".join(re.split(r"\n\S.*\n-{5,}\n", latest)[:2]))
+
+
+def helps(parser: argparse.ArgumentParser, name: str = "mlaunch") -> Iterator[tuple[str, str]]:
+    yield f"{name} --help", parser.format_help()
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for word, one in action.choices.items():
+                yield from helps(one, f"{name} {word}")
+
+
+def strings() -> Iterator[tuple[str, str]]:
+    """Docstrings, messages and other texts of the package."""
+    for path in (ROOT / "mlaunch").rglob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        found = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        yield str(path.relative_to(ROOT)), "\n\n.\n\n".join(found)
+
+
+def more_than(left: dict[str, int], texts: Iterable[tuple[str, str]]) -> dict[str, Counter[str]]:
+    """Which words are more than ``left`` says, with how many each text has."""
+    words = avoided()
+    pattern = pattern_of(words)
+    found: dict[str, Counter[str]] = {one: Counter() for one in words}
+    for name, text in texts:
+        for match in pattern.finditer(text):
+            found[words[(match.lastindex or 1) - 1]][name] += 1
+    return {one: places for one, places in found.items() if places.total() > left.get(one, 0)}
+
+
+def test_words_that_are_avoided_become_fewer_in_pages() -> None:
+    whole = mlaunch_parser(flags.parser("mlaunch run"))
+    assert more_than(LEFT_IN_PAGES, [*pages(), *helps(whole)]) == {}, INSTEAD
+
+
+def test_words_that_are_avoided_become_fewer_in_code() -> None:
+    assert more_than(LEFT_IN_CODE, strings()) == {}, INSTEAD
+
+
+def test_the_table_is_read_and_words_are_found() -> None:
+    words = avoided()
+    assert len(words) >= 30
+    assert {*LEFT_IN_PAGES, *LEFT_IN_CODE} <= {*words}
+    pattern = pattern_of(["mend", "some 30"])
+    assert [match.lastindex for match in pattern.finditer("recommend: takes Some\n1.5 ms; Mend")] == [2, 1]
+    assert prose_of("A ``lest`` b::\n\n    anew\n\nc\n").split() == ["c"]
