@@ -11,18 +11,16 @@ A feature is a folder, ``mlaunch/profile``, with a file for each of these proces
     plugin.py   what pytest loads                       server.py   in a fork server
     wire.py     what these send each other
 
-``core/load.py`` imports a file only where a launch has asked for the feature, and calls its ``part``. What the caller's
-part has for the other processes is its ``section``: the launch's spec carries it to them. A feature that methods ask
-for, and no option (``cells``), has no ``part``: they take its module from ``core/load.py``. Nor has one of which the
-rest knows nothing (``pytest``), or one that has fork servers at hand (``warm``): its ``caller.py`` has
-``server(environ, like)``, which returns one for this process, or None. A command of its own is added by
-``add_command(commands)``, and ``rows(environ)`` are its lines in ``mlaunch ps``.
+``core/load.py`` imports a file where a launch has asked for the feature, and calls its ``part``. The caller's part has
+a ``section``, which the launch's spec carries to the processes that make a part of it (``Feature.processes``). What no
+option asks for has no part: methods take its module from ``core/load.py`` (``cells``), nobody does (``pytest``), or its
+``caller.py`` has ``server(environ, like)``, a fork server for this process or None (``warm``). A command of its own is
+added by ``add_command(commands)``, and ``rows(environ)`` are its lines in ``mlaunch ps``.
 
-While a call runs, the parts talk: the caller's ``tell`` reaches ``AgentPart.hear``; ``Scene.ask`` and ``Scene.tell``
-reach ``answer`` and ``hear`` of ``rank.py``, in the rank's control thread, whatever its main thread does; ``Scene.say``
-reaches ``noted``, also in a caller that has no part. ``turns`` returns how often the rank's function has come by what
-the feature counts: a larger number is progress, which ``stall=`` sees. ``agent.py`` and ``rank.py`` are imported
-with the first word for them; ``rank.py`` with the call, if it makes a part of the section (``Feature.processes``).
+While a call runs, the parts talk. The caller's ``tell`` reaches ``AgentPart.hear``; ``Scene.ask`` and ``Scene.tell``
+reach ``answer`` and ``hear`` of ``rank.py``, in the rank's control thread; ``Scene.say`` reaches ``noted``. The files
+are imported with the first word for them. ``turns`` returns how often the rank's function has come by what the feature
+counts: a larger number is progress, which ``stall=`` sees.
 """
 
 from __future__ import annotations
@@ -64,12 +62,6 @@ class Grant:
     give_back: Callable[[], object] = bool
     more: bool = False
 
-    @property
-    def of_ranks_that_stay(self) -> Options:
-        """The options by which ranks that stay are known: each has what it holds in its environment."""
-        own = {name: self.environ[name] for name in self.of_call}
-        return self.options.replaced({"env": {**(self.options.env or {}), **own}}) if own else self.options
-
 
 @frozen_record
 class Delay:
@@ -99,12 +91,10 @@ class CallerPart:
     """A feature's part of one call, in the process that calls.
 
     Made before the call's first attempt, which it refuses by an OSError or ValueError.
-
-    Attributes:
-        section: What the call's other processes get, pickled; None: nothing, and they have no part. Signals that it
-            names as ``signals`` ask this part for something, so ranks do not end by them.
     """
 
+    # What the call's other processes get, pickled; None: nothing. Signals that it has as ``signals`` are for this part,
+    # so ranks do not end by them.
     section: object = None
 
     @property
@@ -117,10 +107,7 @@ class CallerPart:
         return contextlib.nullcontext()
 
     def attach(self, tell: Callable[[object], None]) -> None:
-        """Take the way to this feature's part in the agent of an attempt that has begun, also in a signal handler.
-
-        What ``tell`` gets is sent once there are ranks.
-        """
+        """Take the way to this feature's part in the agent of an attempt that has begun. For signal handlers, too."""
 
     def acquire(self, grant: Grant, server: ForkServer, name: str) -> Generator[Delay, None, Grant]:  # noqa: ARG002
         """Wait for what an attempt of the call ``name()`` needs, and return what it may use. ``lease=`` does.
@@ -144,16 +131,10 @@ class CallerPart:
 
 
 class RankPart:
-    """A feature's part of one rank, made as the first thing in its process.
+    """A feature's part of one rank, made as the first thing in its process."""
 
-    Attributes:
-        place: Where it has put the rank, for ``mlaunch ps`` and reports; "": nowhere.
-        decides: Settings of the caller's process that the rank does not take over, by their names in
-            ``protocol/settings.py``.
-    """
-
-    place: str = ""
-    decides: tuple[str, ...] = ()
+    place: str = ""  # where it has put the rank, for ``mlaunch ps`` and reports
+    decides: tuple[str, ...] = ()  # what of ``protocol/settings.py`` the rank does not take over from its caller
 
     def begin(self, spec: LaunchSpec, local_rank: int) -> Mapping[str, str]:  # noqa: ARG002 - others need them
         """Act before the rank has a thread, takes its surroundings or imports anything. ``numa=`` binds it.

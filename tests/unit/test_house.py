@@ -204,6 +204,10 @@ def test_functions_fit_on_a_screen() -> None:
     assert len([name for name, size, _ in functions if size < 16]) >= 0.9 * len(functions)
 
 
+def test_hook_points_can_be_read_at_once() -> None:
+    assert len((ROOT / "mlaunch" / "core" / "parts.py").read_text().splitlines()) <= 200
+
+
 def test_files_can_be_read_at_once() -> None:
     sizes = {path: len(path.read_text().splitlines()) for path in (ROOT / "mlaunch").rglob("*.py")}
     assert not {path.name: size for path, size in sizes.items() if size > 500}

@@ -94,10 +94,16 @@ def _on_granted(options: Options, call: Call, name: str) -> Ended:
             free, server = Grant(options, environ), warm_server.get(environ)
             grant = acquired(parts, free, server, name, line.tell_wait, line.silence)
         try:
-            own = grant.of_ranks_that_stay
+            own = options_of_ranks(grant)
             return on_shared(own, lambda ranks: ranks.call(own, call))
         finally:
             grant.give_back()
+
+
+def options_of_ranks(grant: Grant) -> Options:
+    """Return the options by which ranks that stay are known: each has what it holds in its environment."""
+    own, options = {name: grant.environ[name] for name in grant.of_call}, grant.options
+    return options.replaced({"env": {**(options.env or {}), **own}}) if own else options
 
 
 def on_shared(options: Options, make: Callable[[Ranks], T], surroundings: Context | None = None) -> T:

@@ -111,7 +111,10 @@ def _try(options: Options, call: Call, name: str, number: Attempt, course: RunCo
         go_on(course)
         course.begins()
         if options.keep is not None:
-            return (yield from on_kept(grant.of_ranks_that_stay.replaced({"deadline": number.time_left}), call, course))
+            from mlaunch.caller.ranks.keep import options_of_ranks  # not needed by most
+
+            own = options_of_ranks(grant).replaced({"deadline": number.time_left})
+            return (yield from on_kept(own, call, course))
         machine = ThisMachine(ready, server.count_devices)
         spec = planned(grant, machine, name, number, course.surroundings)
         history.ready = time.monotonic()
