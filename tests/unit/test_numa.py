@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from mlaunch.base import cores
+from mlaunch.core.load import as_flag
 from mlaunch.numa import command, member
+from mlaunch.numa.caller import order
 from mlaunch.numa.caller.machine_devices import devices_of
 from mlaunch.numa.rank.binding import Binding, bindings, lines, threads_of
 from mlaunch.numa.rank.seats import seats_of
@@ -342,6 +344,18 @@ def test_a_machine_of_an_engine_looks_for_its_own(written: Written, monkeypatch:
     own = member.part(theirs).section
     assert isinstance(own, NumaOrder)
     assert (own.mode, own.memory, own.allowed, len(own.devices)) == ("node", "bind", (), 4)
+
+
+def test_lists_are_checked_where_the_ranks_will_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The caller of an engine has another machine's number of ranks, and no environment of theirs."""
+    monkeypatch.setattr(order, "ROOT", str(tmp_path))
+    cpu = min(os.sched_getaffinity(0))
+    made = order.part(SimpleNamespace(numa=f"{cpu}", numa_memory=None), as_flag)
+    there: Any = SimpleNamespace(local_world_size=2, context=SimpleNamespace(environ={}))
+    here: Any = SimpleNamespace(local_world_size=2, context=SimpleNamespace(environ={"HOME": "/"}))
+    made.planned(there)
+    with pytest.raises(ValueError, match=f"--numa-binding {cpu}: 1 list.* of CPUs for 2 ranks on this machine"):
+        made.planned(here)
 
 
 def test_what_the_doctor_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

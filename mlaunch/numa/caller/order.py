@@ -22,13 +22,12 @@ class NumaOfACall(CallerPart):
 
     section: NumaOrder
 
-    def __init__(self, order: NumaOrder, *, elsewhere: bool) -> None:
+    def __init__(self, order: NumaOrder) -> None:
         self.section = order
-        self._elsewhere = elsewhere
 
     def planned(self, spec: LaunchSpec) -> None:
         """Refuse lists of CPUs that ranks of this machine could not have, by a ValueError; ranks elsewhere do."""
-        if not self._elsewhere:
+        if spec.context.environ:  # else machines of an engine have their own
             check_lists(self.section, spec.local_world_size, self.section.allowed)
 
 
@@ -39,7 +38,7 @@ def part(options: Any, spell: Spell) -> NumaOfACall:
     asked += f", {spell('numa_memory', memory)}" if memory else ""
     allowed = tuple(sorted(os.sched_getaffinity(0)))
     order = NumaOrder(mode, memory, asked, devices_here(ROOT), allowed, ROOT)
-    return NumaOfACall(order, elsewhere=options.engine is not None)
+    return NumaOfACall(order)
 
 
 @functools.cache
