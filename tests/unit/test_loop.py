@@ -206,6 +206,7 @@ INSIDE = {
     "mlaunch.rendezvous.waiting": "test_ranks_share_the_launchs_own_server",
     "mlaunch.caller.options.trouble_options": "test_a_rank_that_there_is_not",
     "mlaunch.caller.options.call_targets": "test_values_come_by_rank_and_the_processes_stay",
+    "mlaunch.numa.rank.bound_rank": "test_ranks_that_stay_on_nodes",
     "mlaunch.run": "test_the_modules_that_are_commands",
     "mlaunch.warm.command": "test_wrong_command_lines",
 }
