@@ -82,14 +82,12 @@ def machines() -> str:
 # From the first to fork to the last: a room imports only what stands below it.
 ROOMS = (
     ("cli/", "the command: flags, run, ps, stacks, doctor", "the caller", "#fdf3e1"),
-    ("engines/", "finds machines, hears their members", "the caller", "#fdf3e1"),
-    ("member/", "a caller without a person, per machine", "a member", "#fdf3e1"),
     ("caller/", "plan, start and drive a launch; output, report", "the caller", "#fdf3e1"),
     ("forkserver/", "imports torch once; forks an agent per call", "the fork server", "#eef3fa"),
     ("agent/", "forks, supervises and stops the ranks", "the agent", "#eef3fa"),
     ("rank/", "become a rank, answer calls, leave; join", "a rank", "#e9f6ea"),
     ("collectives/", "objects between ranks, groups, reductions", "a rank of any launcher", "#e9f6ea"),
-    ("rendezvous/", "store, gate, link; server and client", "processes of its own", "#f3ecf7"),
+    ("rendezvous/", "store, gate and link between machines", "processes of its own", "#f3ecf7"),
     ("core/", "hook points for features", "all of them", "#f2f2f2"),
     ("protocol/", "records, channels, memory files, pickling", "all of them", "#f2f2f2"),
     ("torch_parts/", "what torch does not document", "all of them", "#f2f2f2"),
@@ -127,7 +125,7 @@ def rooms() -> str:
     parts += [arrow(12, 50, 12, 36 + 46 * len(ROOMS) - 14)]
     parts.append(text(20, height - 34, "The arrow: imports. A module imports from its own room and from those below.",
                       anchor="start", fill="#555"))  # fmt: skip
-    parts.append(text(20, height - 16, "Beside the rooms: features (cells, leases, pytest, ...), whose files name a "
+    parts.append(text(20, height - 16, "Beside the rooms: features (cells, engines, pytest, ...), whose files name a "
                       "room; and what is for users to name.",
                       anchor="start", fill="#555"))  # fmt: skip
     return "\n".join([*parts, "</svg>", ""])

@@ -61,6 +61,7 @@ def _given(option: str) -> Callable[[Mapping[str, Any]], bool]:
 FEATURES = (
     Feature("cells", (), _never),
     Feature("compat", (), _never),
+    Feature("engines", (), _never),
     Feature("agreed_stop", ("stop_on", "stop_grace"), _wants_stop),
     Feature("leases", ("lease", "concurrent"), _wants_lease, waits=True),
     Feature("numa", ("numa", "numa_memory"), _given("numa"), processes=("rank", "member")),

@@ -204,9 +204,9 @@ def role_of(pid: int) -> str:
     guards = program == "sh" and b"sbatch" in b" ".join(words)
     if guards or program in {"ssh", "srun", "mpirun", "sbatch"} or words[0].startswith(b"ray::Pump"):
         return "command"
-    if "python" in program and b"mlaunch.member.started_together" in words:
+    if "python" in program and b"mlaunch.engines.member.started_together" in words:
         return "carrier" if any(role_of(child) == "member" for child in children(pid)) else "member"
-    if "python" in program and b"mlaunch.member.main" in words:
+    if "python" in program and b"mlaunch.engines.member.main" in words:
         return "member"
     return "caller" if any(word.endswith(b"engine_caller.py") for word in words) else ""
 

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from mlaunch.caller import running_launches
 from mlaunch.caller.server.prepared_launch import preparation
 from mlaunch.caller.server.warm import warm_server
+from mlaunch.engines.wire.frame_stream import FrameStream
 from mlaunch.protocol import registry
-from mlaunch.protocol.machines.frame_stream import FrameStream
 from mlaunch.protocol.messages.launch_messages import Phase
 from mlaunch.protocol.report_ring import ENTRIES as REPORTS_KEPT
 from mlaunch.protocol.stack_dump import STACK_SIGNAL
@@ -57,8 +57,8 @@ _PATIENCE = {
     "first look": "caller.output.display._FIRST_LOOK_DELAY",  # before a line of progress
     "word of a wait": "caller.output.display.SILENCE",
     "merging": "caller.output.merging.WINDOW",  # for other ranks to say the same
-    "end of an allocation": "engines.slurm_allocation._END_TIMEOUT",
-    "machines' answers": "engines.launch.visitors_of_machines._PATIENCE",
+    "end of an allocation": "engines.caller.slurm_allocation._END_TIMEOUT",
+    "machines' answers": "engines.caller.launch.visitors_of_machines._PATIENCE",
     "slow import": "caller.launch.hints._TOLD_AT",  # after which users hear of it
 }
 
@@ -606,13 +606,13 @@ def secret_of_launches(patch: pytest.MonkeyPatch) -> str:
 
 def marks() -> tuple[bytes, bytes]:
     """The beginnings of the lines in which an engine's first process, and each member, say who they are."""
-    first, member = "mlaunch.protocol.machines.first_process", "mlaunch.protocol.messages.member_messages"
+    first, member = "mlaunch.engines.wire.first_process", "mlaunch.engines.wire.member_messages"
     return import_module(first).MARK, import_module(member).MARK
 
 
 def secrets_in(said: bytes) -> set[str]:
     """The secrets in what first processes of an engine have said."""
-    where = import_module("mlaunch.protocol.machines.first_process").Where
+    where = import_module("mlaunch.engines.wire.first_process").Where
     mark, _ = marks()
     return {where.of_line(line.removeprefix(mark)).secret for line in said.splitlines() if line.startswith(mark)}
 
@@ -629,7 +629,7 @@ def longest_value() -> int:
 
 def serve_as_member(stream: FrameStream, host: str) -> None:
     """Serve a caller as one machine of its engine."""
-    import_module("mlaunch.member.member").serve(stream, host)
+    import_module("mlaunch.engines.member.member").serve(stream, host)
 
 
 def parts_of_a_launch() -> set[type]:

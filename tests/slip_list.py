@@ -665,7 +665,7 @@ SLIPS = (
     Slip(
         "members of engines",
         "answer_to_a_lease",
-        "member/machine_launch.py",
+        "engines/member/machine_launch.py",
         "                    self._stream.send(Alive())\n",
         "",
         ("unit/test_engine_streams.py::test_a_machine_whose_ranks_say_nothing_answers_each_sign_of_its_caller",),
@@ -674,7 +674,7 @@ SLIPS = (
     Slip(
         "members of engines",
         "variables_of_the_task",
-        "member/member.py",
+        "engines/member/member.py",
         "    for name in [name for name in os.environ if name.startswith(_TASKS) or name in _TASK]:\n"
         "        del os.environ[name]\n",
         "",
@@ -686,7 +686,7 @@ SLIPS = (
     Slip(
         "members of engines",
         "others_that_join",
-        "engines/launch/agents_of_machines.py",
+        "engines/caller/launch/agents_of_machines.py",
         "                self._send(Cancel(), but=machine)  # those that join would wait for it\n",
         "",
         ("contract/test_engine_calls.py::test_an_agent_that_is_killed_while_others_join_ends_the_call",),
@@ -695,7 +695,7 @@ SLIPS = (
     Slip(
         "members of engines",
         "last_output_of_machines",
-        "member/machine_launch.py",
+        "engines/member/machine_launch.py",
         "            self._end_output()\n",
         "",
         ("unit/test_engine_streams.py::test_all_that_is_in_a_pipe_is_passed_on_after_the_agents_last_word",),
@@ -704,7 +704,7 @@ SLIPS = (
     Slip(
         "members of engines",
         "profile_of_machines",
-        "member/machine_launch.py",
+        "engines/member/machine_launch.py",
         "            self._send_last_words()\n",
         "",
         ("contract/test_profiles.py::test_a_single_machine_of_an_engine",),
@@ -713,7 +713,7 @@ SLIPS = (
     Slip(
         "members of engines",
         "signals_of_a_scheduler",
-        "member/member.py",
+        "engines/member/member.py",
         "    ignore(FOR_RANKS)\n",
         "",
         ("unit/test_engine_parts.py::test_a_member_that_is_stopped_goes_on_once_its_caller_is_gone",),

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from mlaunch.engines.command import Command
-from mlaunch.engines.engine import Engine
-from mlaunch.engines.hosts import Hosts
-from mlaunch.engines.ray import Ray
-from mlaunch.engines.slurm import Slurm
+from mlaunch.engines.caller.command_engine import Command
+from mlaunch.engines.caller.engine import Engine
+from mlaunch.engines.caller.hosts import Hosts
+from mlaunch.engines.caller.ray import Ray
+from mlaunch.engines.caller.slurm import Slurm
 
 _PART = re.compile(r"""(?:[^,'"\[]|'[^']*'|"[^"]*"|\[[^\]]*\])+""")
 ALLOWED = "slurm[:NAME=VALUE,...], ssh:HOST[:RANKS],..., ray[:CPU=N,GPU=N,...], command:PROGRAM with its options"

@@ -29,7 +29,7 @@ from mlaunch.core import load
 if TYPE_CHECKING:
     import argparse
 
-    from mlaunch.engines.engine import Engine
+    from mlaunch.engines.caller.engine import Engine
 
 
 def main(argv: Sequence[str], *, prog: str = "mlaunch run", of_launch: bool = False) -> int:
@@ -81,6 +81,10 @@ def _engine_of(args: argparse.Namespace) -> Engine | None:
     """Returns the engine that the flags name; only then engines are imported."""
     if args.engine is None:
         return None
+    try:
+        load.room("engines", "caller", f"--engine {args.engine}")
+    except ModuleNotFoundError as error:
+        raise UsageError(str(error)) from None
     from mlaunch.cli.run_on_engine import engine_of
 
     return engine_of(args)

@@ -27,7 +27,7 @@ from mlaunch.core.load import CallerParts, as_flag
 from mlaunch.rank.setup import device
 
 if TYPE_CHECKING:
-    from mlaunch.engines.engine import Engine
+    from mlaunch.engines.caller.engine import Engine
 
 Attempts = Callable[[CallerParts], Ended]  # all of a job; how the last one ended
 

@@ -13,9 +13,9 @@ from mlaunch.cli.engine_names import engine_named
 from mlaunch.cli.job import Job
 from mlaunch.cli.output import Wishes
 from mlaunch.core.load import CallerParts
-from mlaunch.engines.engine import Engine
-from mlaunch.engines.launch.attempts import Attempts
-from mlaunch.engines.launch.engine_launch import HostPrefix, Work
+from mlaunch.engines.caller.engine import Engine
+from mlaunch.engines.caller.launch.attempts import Attempts
+from mlaunch.engines.caller.launch.engine_launch import HostPrefix, Work
 from mlaunch.protocol.spec import LaunchSpec, ScriptTarget
 
 # Flags that an engine or its machines decide.

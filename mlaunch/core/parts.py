@@ -13,9 +13,9 @@ A feature is a folder, ``mlaunch/profile``, with a file for each of these proces
 
 ``core/load.py`` imports a file where a launch has asked for the feature, and calls its ``part``. The caller's part has
 a ``section``, which the launch's spec carries to the processes that make a part of it (``Feature.processes``). What no
-option asks for has no part: methods take its module from ``core/load.py`` (``cells``), nobody does (``pytest``), or its
-``caller.py`` has ``server(environ, like)``, a fork server for this process or None (``warm``). A command of its own is
-added by ``add_command(commands)``, and ``rows(environ)`` are its lines in ``mlaunch ps``.
+option asks for has no part: methods take its module from ``core/load.py`` (``cells``), users name it (``engines``), or
+its ``caller.py`` has ``server(environ, like)``, a fork server for this process or None (``warm``). A command of its own
+is added by ``add_command(commands)``, and ``rows(environ)`` are its lines in ``mlaunch ps``.
 
 While a call runs, the parts talk. The caller's ``tell`` reaches ``AgentPart.hear``; ``Scene.ask`` and ``Scene.tell``
 reach ``answer`` and ``hear`` of ``rank.py``, in the rank's control thread; ``Scene.say`` reaches ``noted``. The files

@@ -29,17 +29,18 @@ import mlaunch
 from mlaunch import LaunchError, LaunchTimeout, Ranks, launcher
 from mlaunch.cli import main, run_on_engine
 from mlaunch.cli.ps_and_stacks import ask
-from mlaunch.engines import Command, Ends, Engine, Hosts, Placement, Ray, Slurm, lease
-from mlaunch.engines.launch.agents_of_machines import MergedAgent
-from mlaunch.engines.launch.machine import Machine
-from mlaunch.member import member
-from mlaunch.member.lease_term import SignalsHere
-from mlaunch.member.machine_launch import MachineLaunch
-from mlaunch.member.machine_plan import MachinePlan
+from mlaunch.engines import Command, Ends, Engine, Hosts, Placement, Ray, Slurm
+from mlaunch.engines.caller import lease
+from mlaunch.engines.caller.launch.agents_of_machines import MergedAgent
+from mlaunch.engines.caller.launch.machine import Machine
+from mlaunch.engines.member import member
+from mlaunch.engines.member.lease_term import SignalsHere
+from mlaunch.engines.member.machine_launch import MachineLaunch
+from mlaunch.engines.member.machine_plan import MachinePlan
+from mlaunch.engines.wire.frame_stream import FrameStream
+from mlaunch.engines.wire.member_messages import MARK, MachineDone, Start
 from mlaunch.protocol import registry, settings
-from mlaunch.protocol.machines.frame_stream import FrameStream
 from mlaunch.protocol.messages.launch_messages import AgentStarted, Finished
-from mlaunch.protocol.messages.member_messages import MARK, MachineDone, Start
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.protocol.visitors import STACKS, STATUS
 from tests import builds, launches
@@ -57,7 +58,7 @@ class Threads(Engine):
         self.serve, self.states, self.placements = serve, states, list[Placed]()
 
     def place(self, machines: int | None, command: Sequence[str]) -> Placement:
-        assert (command[0], command[-1]) == ("python-over-there", "mlaunch.member.main")
+        assert (command[0], command[-1]) == ("python-over-there", "mlaunch.engines.member.main")
         self.placements.append(Placed(self, machines or 2))
         return self.placements[-1]
 
@@ -492,8 +493,8 @@ def test_machines_that_share_a_name_alone(engine: Threads, monkeypatch: pytest.M
     with engine.hold(2, 1) as held:
         assert launcher(rank, engine=held)() == [0, 1]
         assert found == {"127.0.0.1"}
-        monkeypatch.setattr("mlaunch.member.machine_plan.identity", lambda: next(names))
-        monkeypatch.setattr("mlaunch.member.machine_plan.addresses", lambda: ["127.0.0.2"])
+        monkeypatch.setattr("mlaunch.engines.member.machine_plan.identity", lambda: next(names))
+        monkeypatch.setattr("mlaunch.engines.member.machine_plan.addresses", lambda: ["127.0.0.2"])
         assert launcher(rank, engine=held)() == [0, 1]
     assert found == {"127.0.0.1", "127.0.0.2"}
 
@@ -501,9 +502,9 @@ def test_machines_that_share_a_name_alone(engine: Threads, monkeypatch: pytest.M
 def test_machines_meet_at_an_address_that_all_reach(engine: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was tried is said where there is none."""
     names, broadcast = map(str, itertools.count()), "255.255.255.255"
-    monkeypatch.setattr("mlaunch.member.machine_plan.identity", lambda: next(names))
+    monkeypatch.setattr("mlaunch.engines.member.machine_plan.identity", lambda: next(names))
     offered = [broadcast, "127.0.0.2"]
-    monkeypatch.setattr("mlaunch.member.machine_plan.addresses", lambda: offered)
+    monkeypatch.setattr("mlaunch.engines.member.machine_plan.addresses", lambda: offered)
     assert launcher(rank, 1, engine=engine)() == [0, 1]
     offered.pop()
     words = rf"host m1 does not reach host m0 at port \d+: tried {broadcast} \([A-Z]\w+ .*\); does a firewall"

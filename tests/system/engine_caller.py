@@ -414,7 +414,7 @@ def answer(run: Callable[[Any], Any], engine: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    made = eval(sys.argv[1], vars(engines).copy())
+    made = eval(sys.argv[1], {name: getattr(engines, name) for name in engines.__all__})
     machines = int(sys.argv[2])
     made.lease = float(os.environ.get("SCENE_LEASE", made.lease))
     if limit := os.environ.get("SCENE_END_TIMEOUT"):

@@ -36,8 +36,8 @@ from mlaunch.agreed_stop.wire import (
 )
 from mlaunch.base import signals
 from mlaunch.caller.ranks.kept_call import KeptCall
-from mlaunch.engines.launch.machines_stop import MachinesStop
-from mlaunch.member.lease_term import SignalsHere
+from mlaunch.engines.caller.launch.machines_stop import MachinesStop
+from mlaunch.engines.member.lease_term import SignalsHere
 from mlaunch.protocol import this_rank
 from mlaunch.protocol.messages.part_messages import ForPart, PartSays
 from mlaunch.rendezvous.gate.gate_stop import GateStop

@@ -16,9 +16,10 @@ from typing import ClassVar
 import pytest
 
 from mlaunch.base.text import both_ends, first_bytes, last_bytes
+from mlaunch.engines.wire import member_messages, member_streams
 from mlaunch.protocol import messages
 from mlaunch.protocol.channel import RECORD_LIMIT, Channel, get_to_know
-from mlaunch.protocol.messages import channels, launch_messages, member_streams
+from mlaunch.protocol.messages import channels, launch_messages
 from mlaunch.protocol.messages.attached import BoardFds, DirectFds, LaunchFds, StartFds
 from mlaunch.protocol.messages.control_messages import About
 
@@ -166,10 +167,11 @@ def test_each_record_travels_on_some_channel_or_stream() -> None:
     named = {name: value for name, value in known.items() if name.endswith(("Says", "Hears"))}
     travel = {record for union in named.values() for record in typing.get_args(union) or [union]}
     travel |= set(typing.get_args(About))
-    for module in pkgutil.iter_modules(messages.__path__):
-        found = vars(importlib.import_module(f"{messages.__name__}.{module.name}")).values()
+    modules = [f"{messages.__name__}.{module.name}" for module in pkgutil.iter_modules(messages.__path__)]
+    for name in (*modules, member_messages.__name__):
+        found = vars(importlib.import_module(name)).values()
         kinds = {kind for kind in found if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
-        left = {kind.__name__ for kind in kinds - travel if kind.__module__.endswith(module.name)}
+        left = {kind.__name__ for kind in kinds - travel if kind.__module__ == name}
         assert left <= INSIDE, left
 
 

@@ -20,21 +20,21 @@ import pytest
 
 from mlaunch.base import linux
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout
-from mlaunch.engines import slurm_allocation
-from mlaunch.engines.launch.machine import Machine
-from mlaunch.engines.launch.machines import Machines
-from mlaunch.engines.placement import Ends
-from mlaunch.engines.processes import Processes
-from mlaunch.engines.ray import Pump
-from mlaunch.engines.slurm import Shell
-from mlaunch.engines.slurm_allocation import Allocation, Existing, fate_of
+from mlaunch.engines.caller import slurm_allocation
+from mlaunch.engines.caller.launch.machine import Machine
+from mlaunch.engines.caller.launch.machines import Machines
+from mlaunch.engines.caller.placement import Ends
+from mlaunch.engines.caller.processes import Processes
+from mlaunch.engines.caller.ray import Pump
+from mlaunch.engines.caller.slurm import Shell
+from mlaunch.engines.caller.slurm_allocation import Allocation, Existing, fate_of
+from mlaunch.engines.member import started_together, waker
+from mlaunch.engines.member.machine_plan import MachinePlan
+from mlaunch.engines.wire import first_process
+from mlaunch.engines.wire.first_process import Lead, Where
+from mlaunch.engines.wire.frame_stream import FrameStream
+from mlaunch.engines.wire.member_messages import MARK, AskOffer, Listen, command_of
 from mlaunch.forkserver.next_launch import NextLaunch
-from mlaunch.member import started_together, waker
-from mlaunch.member.machine_plan import MachinePlan
-from mlaunch.protocol.machines import first_process
-from mlaunch.protocol.machines.first_process import Lead, Where
-from mlaunch.protocol.machines.frame_stream import FrameStream
-from mlaunch.protocol.messages.member_messages import MARK, AskOffer, Listen, command_of
 from mlaunch.rendezvous.address import identity
 from tests.conftest import ROOT
 from tests.processes import children, wait_gone, wait_until
@@ -117,7 +117,7 @@ def test_an_allocation_that_is_not_given_back_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With the command that does it."""
-    monkeypatch.setattr("mlaunch.engines.slurm_allocation._END_TIMEOUT", 0.0)
+    monkeypatch.setattr("mlaunch.engines.caller.slurm_allocation._END_TIMEOUT", 0.0)
     allocation = Allocation(FakeShell("echo 7", left="echo 7"), [], 1, None)
     while allocation.job != "7":
         with contextlib.suppress(LaunchError):
@@ -144,7 +144,7 @@ def test_an_allocation_whose_guard_was_killed_or_stopped_is_given_back(
 
 @pytest.mark.slow
 def test_a_guard_that_is_stopped_while_it_gives_back_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("mlaunch.engines.slurm_allocation._END_TIMEOUT", 0.5)
+    monkeypatch.setattr("mlaunch.engines.caller.slurm_allocation._END_TIMEOUT", 0.5)
     there = f"[ -e {tmp_path}/stopped ] || {{ touch {tmp_path}/stopped; kill -STOP $$; }}"
     allocation = Allocation(FakeShell("echo 7", left=there), [], 1, None)
     allocation.release()
@@ -212,7 +212,9 @@ def test_a_machine_waits_for_a_fork_server_that_was_stopped_no_longer_than_its_c
         def ready(self, deadline: float | None = None) -> None:
             raise LaunchTimeout(f"{deadline} s have passed")
 
-    monkeypatch.setattr("mlaunch.member.machine_plan.warm_server", SimpleNamespace(get=lambda _environ: Stopped()))
+    monkeypatch.setattr(
+        "mlaunch.engines.member.machine_plan.warm_server", SimpleNamespace(get=lambda _environ: Stopped())
+    )
     with pytest.raises(LaunchTimeout, match=r"^7\.0 s"):
         MachinePlan(AskOffer({"join_timeout": 7.0}, "f()", "/", ()))
 
@@ -257,7 +259,7 @@ def test_a_process_that_a_program_leaves_stopped_goes_on(when: str) -> None:
 
 
 def test_a_program_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlaunch.engines.processes._END_TIMEOUT", 0.0)
+    monkeypatch.setattr("mlaunch.engines.caller.processes._END_TIMEOUT", 0.0)
     processes = Processes()
     ends = processes.start(0, ["sh", "-c", "trap '' TERM; echo $$; while :; do :; done"])
     with open(ends.stdout) as out:
@@ -327,7 +329,7 @@ def test_the_process_that_carries_for_all_outlives_what_mpirun_passes_on() -> No
     """A signal to mpirun comes to all that it has started."""
     ours, theirs = os.pipe(), os.pipe()
     environ = {**os.environ, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
-    command = [*command_of(sys.executable)[:-1], "mlaunch.member.started_together"]
+    command = [*command_of(sys.executable)[:-1], "mlaunch.engines.member.started_together"]
     carrier = subprocess.Popen(command, stdin=ours[0], stdout=theirs[1], env=environ, cwd=ROOT)
     os.close(ours[0]), os.close(theirs[1])
     with contextlib.closing(FrameStream(theirs[0], ours[1])) as stream:
@@ -345,7 +347,7 @@ def test_the_process_that_carries_for_all_outlives_what_mpirun_passes_on() -> No
 
 @pytest.mark.parametrize(("module", "code"), [("main", 0), ("started_together", 1)])
 def test_a_member_whose_caller_stops_before_its_first_word_leaves(module: str, code: int) -> None:
-    command = [*command_of(sys.executable, 0.1)[:-1], f"mlaunch.member.{module}"]
+    command = [*command_of(sys.executable, 0.1)[:-1], f"mlaunch.engines.member.{module}"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, cwd=ROOT) as member:
         assert member.wait(60) == code

@@ -18,18 +18,18 @@ from typing import Any
 
 import pytest
 
-from mlaunch.engines.launch.machine import last_lines
-from mlaunch.engines.launch.output_pipes import Backlog
-from mlaunch.member.lease_term import Term
-from mlaunch.member.machine_launch import MachineLaunch
+from mlaunch.engines.caller.launch.machine import last_lines
+from mlaunch.engines.caller.launch.output_pipes import Backlog
+from mlaunch.engines.member.lease_term import Term
+from mlaunch.engines.member.machine_launch import MachineLaunch
+from mlaunch.engines.wire.content import Content
+from mlaunch.engines.wire.frame_codes import ForgedError, FrameCodes, NoiseError
+from mlaunch.engines.wire.frame_stream import FrameStream
+from mlaunch.engines.wire.member_messages import Alive, Lease, MachineDone, Printed
+from mlaunch.engines.wire.mux import Mux
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.machines.content import Content
-from mlaunch.protocol.machines.frame_codes import ForgedError, FrameCodes, NoiseError
-from mlaunch.protocol.machines.frame_stream import FrameStream
-from mlaunch.protocol.machines.mux import Mux
 from mlaunch.protocol.messages.launch_messages import Finished, Phase, RanksStarting, RankStarted
-from mlaunch.protocol.messages.member_messages import Alive, Lease, MachineDone, Printed
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def test_all_that_comes_extends_a_lease() -> None:
 
 def test_a_carrying_process_without_a_machine_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those here have ended, and of the other side, which is cut off, nothing comes."""
-    monkeypatch.setattr("mlaunch.protocol.machines.mux._LAST_WORDS_TIMEOUT", 0.0)
+    monkeypatch.setattr("mlaunch.engines.wire.mux._LAST_WORDS_TIMEOUT", 0.0)
     with pair() as (one, _):
         ours, theirs = socket.socketpair()
         theirs.close()
@@ -194,7 +194,7 @@ def test_content_that_has_half_come_is_closed_with_its_stream() -> None:
 
 @pytest.mark.parametrize("side", ["incoming", "outgoing"])
 def test_a_carrying_process_reads_no_more_than_can_be_passed_on(monkeypatch: pytest.MonkeyPatch, side: str) -> None:
-    monkeypatch.setattr("mlaunch.protocol.machines.mux._FULL", 10)
+    monkeypatch.setattr("mlaunch.engines.wire.mux._FULL", 10)
     with pair() as (one, other):
         ours, theirs = socket.socketpair()
         with ours, theirs:
@@ -212,8 +212,8 @@ def test_a_carrying_process_reads_no_more_than_can_be_passed_on(monkeypatch: pyt
 
 def launch_of(stream: FrameStream, monkeypatch: pytest.MonkeyPatch) -> tuple[MachineLaunch, Channel[Any, Any]]:
     """Makes a launch of one rank, and the end of its agent, which says what a test lets it say."""
-    monkeypatch.setattr("mlaunch.member.machine_launch._LOOK_DELAY", 0.01)
-    monkeypatch.setattr("mlaunch.member.machine_launch.replace", lambda spec, **_: spec)
+    monkeypatch.setattr("mlaunch.engines.member.machine_launch._LOOK_DELAY", 0.01)
+    monkeypatch.setattr("mlaunch.engines.member.machine_launch.replace", lambda spec, **_: spec)
     agent, launcher = Channel[Any, Any].pair()
     server: Any = SimpleNamespace(launch=lambda _spec, _call: launcher, kill=lambda: None)
     spec: Any = SimpleNamespace(
@@ -264,7 +264,7 @@ def test_all_that_is_in_a_pipe_is_passed_on_after_the_agents_last_word(monkeypat
 @pytest.mark.slow
 def test_ranks_wait_that_print_more_than_can_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody reads; what waits for that stays within the limit, and the rest in the pipe of who prints it."""
-    monkeypatch.setattr("mlaunch.member.machine_launch._FULL", 1 << 18)
+    monkeypatch.setattr("mlaunch.engines.member.machine_launch._FULL", 1 << 18)
     board = Board.create(1)
     hear, printed = os.pipe()
     os.set_blocking(printed, False)

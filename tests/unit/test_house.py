@@ -62,7 +62,6 @@ ROOMS = (
     "top",
     "notebook",
     "cli",
-    "engines",
     "member",
     "caller",
     "forkserver",
@@ -142,8 +141,14 @@ def test_files_of_features_name_their_process() -> None:
 
 
 # Several machines and the command are to be features, too, and pytest's plugin is one: they come after these.
-MACHINES = {"engines", "member", "rendezvous", "agent.joining_machines"}
-USED_BY = {"agreed_stop": MACHINES, "compat": {"launch"}, "leases": {"cli", "pytest"}, "sweeps": {"engines"}}
+MACHINES = {"engines", "rendezvous", "agent.joining_machines"}
+USED_BY = {
+    "agreed_stop": MACHINES,
+    "compat": {"launch"},
+    "engines": {"cli"},
+    "leases": {"cli", "pytest"},
+    "sweeps": {"engines"},
+}
 
 
 def test_nobody_imports_a_feature_but_itself() -> None:
@@ -164,8 +169,8 @@ def test_nobody_imports_a_feature_but_itself() -> None:
 WORDS_OF_FEATURES = ("zygote",)  # which have left the core, down to its comments
 # The options that users' editors need to see are listed here, with what is written where.
 LISTS_OPTIONS = {"options", "features.py"}
-# Rooms of what is still to become a feature. An engine's lease of its machines is another thing.
-NOT_THE_CORE = {"cli", "engines", "member", "notebook", "rendezvous", "joining_machines.py"}
+# Rooms of what is still to become a feature.
+NOT_THE_CORE = {"cli", "rendezvous", "joining_machines.py"}
 
 
 def test_the_core_names_no_feature() -> None:

@@ -11,9 +11,10 @@ from typing import Any, cast
 import pytest
 
 from mlaunch.base.fds import memory_file
-from mlaunch.engines.launch import kept_launch
-from mlaunch.engines.launch.kept_agents import KeptAgents
-from mlaunch.engines.launch.patience import Patience
+from mlaunch.engines.caller.launch import kept_launch
+from mlaunch.engines.caller.launch.kept_agents import KeptAgents
+from mlaunch.engines.caller.launch.timeouts import Patience
+from mlaunch.engines.wire.member_messages import FromAgent
 from mlaunch.protocol import payload
 from mlaunch.protocol.messages.kept_messages import (
     CallOver,
@@ -25,7 +26,6 @@ from mlaunch.protocol.messages.kept_messages import (
     RanksStand,
 )
 from mlaunch.protocol.messages.launch_messages import Cancel, DeadlinePassed, RankGone
-from mlaunch.protocol.messages.member_messages import FromAgent
 from mlaunch.rank.in_step import Numbers
 
 WORLD = tuple(range(4))

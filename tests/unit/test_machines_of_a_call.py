@@ -17,21 +17,21 @@ from mlaunch.base.exceptions import RankFailure
 from mlaunch.cli import engine_names
 from mlaunch.cli.ps_and_stacks import ask
 from mlaunch.engines import Ends
-from mlaunch.engines.launch.agents_of_machines import MergedAgent
-from mlaunch.engines.launch.machine import Machine
-from mlaunch.engines.launch.patience import Patience
-from mlaunch.engines.launch.visitors_of_machines import Lookout
-from mlaunch.member.looks import Looks
+from mlaunch.engines.caller.launch.agents_of_machines import MergedAgent
+from mlaunch.engines.caller.launch.machine import Machine
+from mlaunch.engines.caller.launch.timeouts import Patience
+from mlaunch.engines.caller.launch.visitors_of_machines import Lookout
+from mlaunch.engines.member.status_requests import Looks
+from mlaunch.engines.wire.frame_stream import FrameStream
+from mlaunch.engines.wire.member_messages import FromAgent, Look, MachineDone, Seen, ServerEnded
 from mlaunch.protocol import registry
-from mlaunch.protocol.machines.frame_stream import FrameStream
 from mlaunch.protocol.messages.launch_messages import Cancel, RanksStarting
-from mlaunch.protocol.messages.member_messages import FromAgent, Look, MachineDone, Seen, ServerEnded
 from mlaunch.protocol.visitors import STATUS
 from tests.contract.test_engine_calls import LIMIT
 
 
 def test_a_machine_that_does_not_say_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlaunch.engines.launch.visitors_of_machines._PATIENCE", 0.0)
+    monkeypatch.setattr("mlaunch.engines.caller.launch.visitors_of_machines._PATIENCE", 0.0)
     ours, theirs = socket.socketpair()
     machine = Machine(0, Ends(os.dup(ours.fileno()), ours.detach()))
     machine.host, machine.prepared = "m0", cast(Any, SimpleNamespace(local_world_size=1))

@@ -16,7 +16,7 @@ from mlaunch.agent.peers import Peers
 from mlaunch.base import linux
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.text import printable
-from mlaunch.engines.launch.machine import shown
+from mlaunch.engines.caller.launch.machine import shown
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.spec import Agreed, Rendezvous
 from mlaunch.rendezvous import address, control_protocol

@@ -39,6 +39,7 @@ INTERNAL = (
     "sent … where Ready was expected",
     "was not asked what it can give",
     "module 'mlaunch' has no attribute",
+    "module 'mlaunch.engines' has no attribute",
     "module 'mlaunch.pytest' has no attribute",
     "__signature__",
     "cannot assign to field",  # dataclasses' own

@@ -20,6 +20,10 @@ CALL = "mlaunch.launcher(print, 1, {})()"
 ASKS = {
     "agreed_stop": ("stop_on='TERM'", CALL.format("stop_on='TERM'")),
     "cells": ("cells on ranks", "mlaunch.Ranks(n_gpus=1).cell('1')"),
+    "engines": (
+        "--engine ssh:a",
+        "import mlaunch.cli.run_command as run\nrun.main(['--engine', 'ssh:a', 'setup.cfg'])",
+    ),
     "leases": ("lease=True", CALL.format("lease=True")),
     "numa": ("numa='node'", CALL.format("numa='node'")),
     "profile": ("profile='t'", CALL.format("profile='t'")),
@@ -69,8 +73,9 @@ def test_its_option_says_that_it_is_not_there(without: tuple[str, Path]) -> None
     if "Ranks" in statement:
         pytest.importorskip("torch", reason="the ranks come before what is asked of them")
     done = python(copy, "-c", f"import mlaunch\n{statement}")
+    told_by = "mlaunch run" if asked.startswith("--") else "ModuleNotFoundError"
     assert done.stderr.splitlines()[-1] == (
-        f"ModuleNotFoundError: {asked}: this installation of mlaunch lacks mlaunch/{name}, which does it; "
+        f"{told_by}: {asked}: this installation of mlaunch lacks mlaunch/{name}, which does it; "
         f"install mlaunch again, or do without"
     )
 

@@ -1,0 +1,266 @@
+"""One launch on the machines of an engine: of a function or of a command."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TypeVar
+
+from mlaunch import features
+from mlaunch.base.linux import working_directory
+from mlaunch.base.text import ranges
+from mlaunch.caller.launch.handle import LaunchHandle
+from mlaunch.caller.launch.plan import Attempt
+from mlaunch.caller.launch.settle import Ended
+from mlaunch.caller.launch.start import name_culprit
+from mlaunch.caller.options.launch_options import Options
+from mlaunch.caller.options.trouble_options import parse_stall
+from mlaunch.caller.output.output_plan import OutputPlan
+from mlaunch.caller.output.relay import Relay
+from mlaunch.caller.report import notebook
+from mlaunch.caller.report.history import History
+from mlaunch.caller.server.attachments import in_memfds
+from mlaunch.core import load
+from mlaunch.engines.caller.launch.agents_of_machines import MergedAgent
+from mlaunch.engines.caller.launch.machine import Machine
+from mlaunch.engines.caller.launch.machines import say
+from mlaunch.engines.caller.launch.meeting_address import address_for_all
+from mlaunch.engines.caller.launch.placed_machines import PlacedMachines
+from mlaunch.engines.caller.launch.timeouts import Patience
+from mlaunch.engines.caller.launch.visitors_of_machines import Lookout
+from mlaunch.engines.wire.member_messages import AskOffer, Offer, Start
+from mlaunch.protocol import settings
+from mlaunch.protocol import token as tokens
+from mlaunch.protocol.calls import Call
+from mlaunch.protocol.messages.prepared_messages import details_of
+from mlaunch.protocol.spec import Context, LaunchSpec, ScriptTarget, new_launch_id
+from mlaunch.rendezvous.address import LOOPBACK
+
+# What this process does with a launch, which machines need not know; or what an engine decides.
+_OURS = {
+    "world_size", "rank_start", "master_ip", "port", "token", "output", "log_dir", "progress", "keep",
+    "ranks", "engine", "machines", "max_restarts", "max_preemptions", "start_method", "join", "stall",
+    *features.OPTIONS,
+}  # fmt: skip
+END_TIMEOUT = 2.0  # seconds for the last words of a launch, once its ranks have ended
+M = TypeVar("M", bound=MergedAgent)
+MakesPlan = Callable[[LaunchSpec, dict[int, str]], OutputPlan]
+
+
+class AllServers:
+    """What is behind the agents, for a handle."""
+
+    silence = "one of its machines did not answer (was something stopped there?), and all were given back"
+
+    def __init__(self, machines: PlacedMachines, merged: MergedAgent) -> None:
+        self._machines = machines
+        self._merged = merged
+
+    def kill(self) -> None:
+        self._machines.kill()
+
+    def describe_end(self) -> str:
+        return "the thread that listens to the machines has ended (a bug in mlaunch?)"
+
+    def close(self) -> None:
+        """Waits for the last words of all, after the handle was closed."""
+        if not self._merged.join(END_TIMEOUT):
+            self._machines.kill()
+            self._merged.join(END_TIMEOUT)
+
+
+class _MachinesHandle(LaunchHandle):
+    """Hears a MergedAgent: the agents were started by the machines' members, of whose ends it hears otherwise."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._has_begun = True
+
+
+@dataclass(frozen=True)
+class StartedLaunch:
+    """``close``: waits for the last words of its machines, seconds at most."""
+
+    handle: LaunchHandle
+    close: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What ranks run. ``argv`` and ``path``: their ``sys.argv``, and ``sys.path`` behind the machine's own.
+
+    ``surroundings``: of the moment at which it was asked for; None: that is now.
+    """
+
+    name: str
+    call: Call | None
+    command: ScriptTarget | None = None
+    argv: tuple[str, ...] = field(default_factory=lambda: tuple(sys.argv))
+    path: tuple[str, ...] = field(default_factory=lambda: tuple(sys.path))
+    surroundings: Context | None = None
+
+
+@dataclass
+class MachinesLaunch:
+    """``output``: plans what becomes of what ranks print, for their hosts by rank."""
+
+    placed: PlacedMachines
+    options: Options
+    work: Work
+    output: MakesPlan
+    number: Attempt
+
+    def run(self) -> Ended:
+        """Runs it to its end; see ``call_on_machines``."""
+        started = self.start_it()
+        try:
+            if self.number.parts is not None:
+                self.number.parts.attach(started.handle.tell_part)
+            return started.handle.wait()
+        finally:
+            started.handle.close()
+            started.close()
+
+    def start_it(self) -> StartedLaunch:
+        """Lets the machines start it. Whoever drives the handle to its end closes that, and then what this returns."""
+        spec, history = self._begin()
+        merged = self._merged(
+            MergedAgent, spec, Patience(spec.grace_period + END_TIMEOUT, spec.seconds, self.placed.lease)
+        )
+        relay = Relay(self.output(spec, history.hosts), spec.world_size, self.number.restart_count, ends_come=True)
+        servers = AllServers(self.placed, merged)
+        handle = _MachinesHandle(spec, servers, merged.channel, relay, history)
+        handle.outcome.hosts, handle.seen_as = history.hosts, merged.lookout.launch.launch_id
+        merged.start()
+        return StartedLaunch(handle, servers.close)
+
+    def _begin(self) -> tuple[LaunchSpec, History]:
+        """Makes the machines start the launch."""
+        history = History()
+        tell = say if self.options.progress else lambda _text: None
+        self.placed.open(self.options.join_timeout, lambda state: tell(f"{self.work.name} waits: {state}"))
+        self.placed.prepare(self._order(), self.options.join_timeout)
+        machines = self.placed.machines
+        spec = self._spec([machine.given for machine in machines])
+        if self.number.parts is not None:
+            self.number.parts.planned(spec)
+        meet_at = self._master_ip(machines[0].given)
+        history.ready = time.monotonic()
+        history.hosts = {rank: machine.host for machine in machines for rank in machine.ranks}
+        call = self.work.call
+        try:
+            with in_memfds([("call", call)] if call is not None else []) as memfds:
+                for machine in machines:
+                    machine.stream.send(self._start(spec, machine, meet_at), memfds[0] if memfds else -1)
+        except Exception as error:
+            name_culprit(error, call, spec.name)
+            raise
+        return spec, history
+
+    def _merged(self, kind: type[M], spec: LaunchSpec, times: Patience) -> M:
+        machines = self.placed.machines
+        lookout = Lookout(replace(spec, launch_id=new_launch_id()), machines)  # a machine here may show its own
+        merged = kind(machines, spec.world_size, self.placed.end_of, times, lookout)
+        merged.parts = self.number.parts
+        return merged
+
+    def _order(self) -> AskOffer:
+        given = {known.name: getattr(self.options, known.name) for known in fields(self.options)}
+        theirs = {name: value for name, value in given.items() if name not in _OURS}
+        theirs["env"] = dict(self.options.env) if self.options.env is not None else None
+        around = self.work.surroundings
+        cwd = working_directory() if around is None else around.cwd
+        return AskOffer(theirs, self.work.name, cwd, self.work.path)
+
+    def _start(self, spec: LaunchSpec, machine: Machine, meet_at: str) -> Start:
+        """Says how a machine starts: it finds the others at the first one."""
+        head = self.placed.machines[0].given
+        return Start(
+            world_size=spec.world_size,
+            rank_start=machine.rank_start,
+            master_ip=meet_at,
+            port=self.options.port or head.port,
+            token=spec.secret,
+            restart_count=self.number.restart_count,
+            details=details_of(spec),
+            command=self.work.command,
+            node_rank=machine.place,
+            num_nodes=len(self.placed.machines),
+            sections=spec.sections,
+            stays=spec.launch_id if spec.stays else "",
+        )
+
+    def _context(self) -> Context:
+        """Returns what of this process's surroundings machines need to know."""
+        work, around = self.work, self.work.surroundings
+        if around is not None:
+            known = settings.without_the_machines(around.settings)
+            return Context({}, "", (), around.argv, None, None, os.getpid(), known, around.source)
+        known = () if work.command is not None else settings.of_the_program()
+        source = notebook.source() if work.command is None else "mlaunch run"
+        return Context({}, "", (), work.argv, None, None, os.getpid(), known, source)
+
+    def _master_ip(self, head: Offer) -> str:
+        """Returns where the machines meet: as the option says, or on loopback if they are one machine, or there."""
+        if self.options.master_ip != "localhost":
+            return self.options.master_ip.strip("[]")
+        networks = {machine.given.identity for machine in self.placed.machines}
+        return LOOPBACK if len(networks) == 1 else address_for_all(self.placed, self.options.port or head.port)
+
+    def _spec(self, prepared: Sequence[Offer]) -> LaunchSpec:
+        """Returns the launch as this process sees it: one machine with all ranks."""
+        stall, stall_ends = parse_stall(self.options.stall)
+        return LaunchSpec(
+            launch_id=new_launch_id(),
+            name=self.work.name,
+            local_world_size=sum(one.local_world_size for one in prepared),
+            world_size=sum(one.local_world_size for one in prepared),
+            rank_start=0,
+            device_type=prepared[0].device_type,
+            visible_devices=_devices(prepared),
+            backend="",
+            timeout=self.options.timeout_seconds,
+            grace_period=self.options.grace_period,
+            deadline=self.options.deadline,
+            time_left=self.number.time_left,
+            restart_count=self.number.restart_count,
+            max_restarts=self.options.max_restarts,
+            seed=self.options.seed,
+            port=0,
+            torch_version=prepared[0].torch_version,
+            secret=tokens.draw(),  # long enough to be used without scrypt
+            context=self._context(),
+            rank0_only=self.options.results == "rank0",
+            stall=stall,
+            stall_ends=stall_ends,
+            command=self.work.command,
+            sections=load.sections_of(self.options, self.number.parts),
+        )
+
+
+def with_hosts(plan: OutputPlan, hosts: dict[int, str]) -> OutputPlan:
+    """Returns a plan in which lines tell their ranks' hosts, if there are several."""
+    return replace(plan, prefix=HostPrefix(hosts, plan.trial)) if len(set(hosts.values())) > 1 else plan
+
+
+@dataclass
+class HostPrefix:
+    """Names ranks with their hosts: "[n1:0-3,n2:4] "."""
+
+    hosts: dict[int, str]
+    trial: str = ""  # of a sweep
+
+    def __call__(self, ranks: Sequence[int]) -> str:
+        found: dict[str, list[int]] = {}
+        for rank in sorted(ranks):
+            found.setdefault(self.hosts[rank], []).append(rank)
+        named = [f"{host}:{ranges(there, ',')}" for host, there in found.items()]
+        return f"[{self.trial}{' ' * bool(self.trial)}{','.join(named)}] "
+
+
+def _devices(prepared: Sequence[Offer]) -> str:
+    """Returns the names of all ranks' devices on their machines, with commas."""
+    return ",".join(one.visible_devices or ",".join(map(str, range(one.local_world_size))) for one in prepared)

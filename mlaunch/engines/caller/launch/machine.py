@@ -1,0 +1,198 @@
+"""A machine of a launch, as its caller knows it: the stream to its member, and what that has said of itself."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shlex
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from mlaunch import _version
+from mlaunch.base import linux
+from mlaunch.base.exceptions import LaunchError
+from mlaunch.base.text import printable
+from mlaunch.engines.caller.placement import Ends
+from mlaunch.engines.wire.frame_stream import FrameStream
+from mlaunch.engines.wire.member_messages import (
+    MARK,
+    AskOffer,
+    Listen,
+    MemberAnswer,
+    Offer,
+    Reach,
+    Reports,
+    Rows,
+    versions,
+)
+from mlaunch.protocol.board import Board
+from mlaunch.protocol.messages.launch_messages import RankAnswered, RankGone, RankStarted
+
+if TYPE_CHECKING:
+    from mlaunch.engines.wire.member_streams import CallersStream
+    from mlaunch.protocol.messages.channels import AgentSays
+
+_TAIL = 20  # lines of what it wrote to standard error
+_READ = 65536
+_KEPT = 4096  # bytes of a line
+_SENDING = 6  # times as long may one be silent that is still being sent something
+_WORDS = 3  # lines that are shown of it
+_NAME, _LINE = 255, 1000  # bytes that are shown of a name, and of a line
+
+
+class Machine:
+    """Owns the descriptors. ``number``: among those of the engine. ``place``, ``rank_start`` and ``prepared`` are set
+    for each launch."""
+
+    def __init__(self, number: int, ends: Ends) -> None:
+        self.number = number
+        self.stream: CallersStream = FrameStream(ends.stdout, ends.stdin, ends.secret)
+        self.stderr = ends.stderr
+        self.writes_here = ends.stderr >= 0  # else one program writes for all, on the first machine's
+        self.host, self.pid = "", 0  # of its member
+        self.prepared: Offer | None = None
+        self.asked = 0  # how often
+        self.answer: MemberAnswer | None = None  # to what it was asked last
+        self.place = 0  # among the machines of the launch
+        self.rank_start = 0
+        self.shift = 0.0  # seconds by which its clock is behind ours
+        self.lost = False
+        self._tail: deque[str] = deque(maxlen=_TAIL)
+        self._line = b""
+        if self.stderr >= 0:
+            os.set_blocking(self.stderr, False)
+
+    @property
+    def given(self) -> Offer:
+        """What the machine gives to the launch, once it has said so."""
+        if self.prepared is None:
+            raise RuntimeError(f"host {self.host} was not asked what it can give")
+        return self.prepared
+
+    @property
+    def ranks(self) -> range:
+        """Its global ranks."""
+        return range(self.rank_start, self.rank_start + self.given.local_world_size)
+
+    def ask(self, question: AskOffer | Listen | Reach) -> None:
+        """Sends a question, whose answer bears its number."""
+        self.asked, self.answer = self.asked + 1, None
+        self.stream.send(dataclasses.replace(question, number=self.asked))
+
+    def greet(self) -> bool:
+        """Takes in the member's first word, if it is there.
+
+        Raises:
+            EOFError: The member has ended without one.
+            LaunchError: What runs there cannot understand what would be sent.
+        """
+        hello: dict[str, Any] = {}
+        while "host" not in hello:
+            line = self.stream.skip_to(MARK)
+            if line is None:
+                return False
+            with contextlib.suppress(ValueError):  # somebody else writes of the mark: a shell that has not found it
+                hello = dict(json.loads(line))
+        self.host, pid = printable(str(hello["host"]), _NAME), hello.get("pid")
+        self.pid = pid if isinstance(pid, int) else 0
+        for what, ours in versions().items():
+            self._compare(
+                what, printable(str(hello.get(what, "")), _NAME), ours, parts=None if what == "mlaunch" else 2
+            )
+        return True
+
+    def is_silent(self, seconds: float) -> bool:
+        """Tells whether nothing has come for so long, not even what nobody here has read yet.
+
+        One that is still being sent something, large arguments over a slow network, has longer.
+        """
+        patience = seconds * (_SENDING if self.stream.unsent else 1)
+        quiet = time.monotonic() >= self.stream.heard_at + patience
+        return quiet and not linux.wait_readable([self.stream.incoming], 0.0)
+
+    def _compare(self, what: str, theirs: str, ours: str, *, parts: int | None) -> None:
+        known = theirs and ours  # where torch is not installed, importing it will say so
+        if known and theirs.split(".")[:parts] != ours.split(".")[:parts]:
+            raise LaunchError(
+                f"host {self.host} has {what} {theirs}, and this process has {what} {ours}: functions and values "
+                f"cannot be sent between them; use the same on both (the engine's option python= chooses the "
+                f"interpreter over there)"
+            )
+
+    def hear_stderr(self) -> bool:
+        """Keeps what has come on its standard error; False once that is closed."""
+        try:
+            data = os.read(self.stderr, _READ)
+        except BlockingIOError:
+            return True
+        *lines, line = (self._line + data).split(b"\n")
+        self._line = line[-_KEPT:]
+        self._tail += [shown(line[-_KEPT:]).rstrip() for line in lines]
+        if data:
+            return True
+        self._tail += [shown(self._line)] if self._line else []
+        os.close(self.stderr)
+        self.stderr = -1
+        return False
+
+    def shifted(self, record: AgentSays) -> AgentSays:
+        """Returns a record of its agent's with the time as this machine's clock has it."""
+        if isinstance(record, RankStarted | RankAnswered | RankGone):
+            return dataclasses.replace(record, at=record.at + self.shift)
+        return record
+
+    def note_on(self, board: Board, record: Rows | Reports) -> None:
+        """Puts what its board says on that of all ranks."""
+        if isinstance(record, Rows):
+            for rank, row in zip(self.ranks, record.rows, strict=True):
+                board.take_row(rank, row, self.shift)
+        else:
+            for rank, found in zip(self.ranks, record.found, strict=True):
+                for data in found:
+                    board.ring(rank).add(data)
+
+    def last_words(self) -> str:
+        """Returns the end of what it wrote to standard error."""
+        while self.stderr >= 0 and self._more():
+            pass
+        return "\n".join(line for line in [*self._tail, shown(self._line)] if line.strip())
+
+    def _more(self) -> bool:
+        before = len(self._tail), self._line
+        return self.hear_stderr() and (len(self._tail), self._line) != before
+
+    def close(self) -> None:
+        """May be called again."""
+        self.stream.close()
+        stderr, self.stderr = self.stderr, -1
+        if stderr >= 0:
+            os.close(stderr)
+
+
+def advice(python: str, fate: str, words: str) -> list[str]:
+    """Says what to do about how a member ended that had not started, and what was written then; [] if nobody knows."""
+    if "No module named" in words and "mlaunch" in words:
+        install = shlex.join([python, "-m", "pip", "install", f"mlaunch=={_version.__version__}"])
+        return [f"mlaunch must be installed there: {install}"]
+    if fate.startswith("ssh to ") and fate.endswith("code 255"):  # which is ssh's own
+        host = fate.split()[2]
+        if not words:  # where ssh itself fails, it says why
+            return [f"mlaunch was probably killed on {host}, by somebody or for want of memory"]
+        return [f"ssh must reach {host} without a question: try `ssh -o BatchMode=yes {host} true` here"]
+    return []
+
+
+def last_lines(words: str) -> list[str]:
+    """Returns the last lines, the last one of ours among them: an engine says of an end later, and less."""
+    lines = words.splitlines()
+    ours = [number for number, line in enumerate(lines) if line.startswith("mlaunch: ")][-1:]
+    before = [lines[number] for number in ours if number < len(lines) - _WORDS]
+    return [*before, *lines[len(before) - _WORDS :]]
+
+
+def shown(line: bytes) -> str:
+    """Returns a line that another program has written, as a terminal can show it."""
+    return printable(line.decode(errors="replace").rstrip(), _LINE)

@@ -1,0 +1,122 @@
+"""The machines of a launch as those who agree on the step at which all of their ranks stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING
+
+from mlaunch.agreed_stop.wire import (
+    NAME,
+    AgreedStop,
+    AskToStop,
+    FreezeRanks,
+    RanksFrozen,
+    StopAgreed,
+    StopRanks,
+    ThawRanks,
+    is_look,
+    terms_of,
+)
+from mlaunch.base.text import printable
+from mlaunch.engines.caller.launch.machine import Machine
+from mlaunch.engines.caller.launch.visitors_of_machines import Lookout
+from mlaunch.protocol.messages.part_messages import ForPart, PartSays
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import AgentSays
+
+_REASON = 100  # bytes
+
+
+class MachinesStop:
+    """``there``: the machines that have not ended, by descriptor; ``tell``: passes a record to the launch's handle.
+
+    Each machine's agent freezes its own ranks, and reminds and ends them if they do not stop. ``lookout``: hears those
+    who ask by ``mlaunch stop``.
+    """
+
+    def __init__(self, there: Mapping[int, Machine], tell: Callable[[AgentSays], None], lookout: Lookout) -> None:
+        self._there = there
+        self._tell = tell
+        self._lookout = lookout
+        self._terms = terms_of(lookout.launch.sections)
+        self._agreed: AgreedStop | None = None
+        self._call, self._reason, self._asked = 0, "", 0.0
+        self._asked_by: int | None = None
+        self._unused_by: int | None = None  # the process whose mlaunch stop nobody will hear of
+
+    def begin_call(self, call: int) -> None:
+        """Begins a call on ranks that stay."""
+        self._call, self._agreed, self._asked_by = call, None, None
+
+    def end_call(self) -> None:
+        """Tells those who asked for its stop that it is over."""
+        self._lookout.end_request()
+        self._agreed = None
+
+    def ask(self, reason: str, call: int, by: int | None = None) -> None:
+        """Begins to agree; to ask again changes nothing. ``by``: the process that asks by ``mlaunch stop``, where the
+        options do not say that ranks will hear of it."""
+        if self._agreed is None and call == self._call:
+            self._reason, self._asked, self._asked_by = reason, time.time(), by
+            self._agreed = AgreedStop(self, time.monotonic)
+            self._agreed.begin(self._terms.grace / 2)
+
+    def serve(self) -> int | None:
+        """Takes in who asks by ``mlaunch stop``, and the steps that are due.
+
+        Returns:
+            The process that wants the launch to end at once, or of whose wish nobody would hear; None: there is none.
+        """
+        if (asked_by := self._lookout.take_request()) is not None:
+            self.ask("asked", self._call, None if self._terms.expected else asked_by)
+        self.take_steps()
+        return self._unused_by if self._lookout.stopped_by is None else self._lookout.stopped_by
+
+    def take(self, machine: Machine, news: object) -> bool:
+        """Take in that a machine's ranks wait, or that a signal has come there which asks all ranks to stop.
+
+        Returns:
+            False if the news is for the launch's handle.
+        """
+        if isinstance(news, AskToStop):
+            self.ask(printable(news.reason, _REASON), self._call)
+        elif not isinstance(news, RanksFrozen):
+            return False
+        elif self._agreed is not None and news.call == self._call and is_look(news.looks):
+            self._agreed.freeze.take(machine.number, news.looks)
+        return True
+
+    @property
+    def due(self) -> float:
+        return float("inf") if self._agreed is None else self._agreed.due
+
+    def take_steps(self) -> None:
+        """Takes the steps that are due."""
+        if self._agreed is None or self._agreed.look is not None:
+            return
+        freeze = self._agreed.freeze
+        if self._asked_by is not None and (freeze.complete or time.monotonic() >= self.due):
+            self._unused_by, self._asked_by = None if any(freeze.counts.values()) else self._asked_by, None
+        if self._agreed.take_steps() and self._agreed.look is not None:
+            self._tell(PartSays(NAME, StopAgreed(self._reason, self._asked, self._agreed.look)))
+
+    # Those who agree
+
+    def working(self) -> Collection[int]:
+        return [machine.number for machine in self._there.values()]
+
+    def freeze(self, member: int) -> None:
+        self._send(member, FreezeRanks(self._reason))
+
+    def thaw(self, member: int) -> None:
+        self._send(member, ThawRanks())
+
+    def stop_at(self, member: int, look: int) -> None:
+        self._send(member, StopRanks(look, self._reason))
+
+    def _send(self, member: int, word: FreezeRanks | ThawRanks | StopRanks) -> None:
+        for machine in self._there.values():
+            if machine.number == member:
+                machine.stream.send(ForPart(NAME, self._call, word))

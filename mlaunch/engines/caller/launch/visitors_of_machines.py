@@ -1,0 +1,166 @@
+"""Answers ``mlaunch ps`` and ``stacks`` here for a launch whose ranks are on other machines, by asking there."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mlaunch.agreed_stop import wire as agreed_stop
+from mlaunch.base.fds import close_in_forks
+from mlaunch.base.linux import working_directory
+from mlaunch.engines.caller.launch.machine import Machine
+from mlaunch.engines.wire.member_messages import Look
+from mlaunch.protocol import registry
+from mlaunch.protocol.messages.status_messages import TellStatus
+from mlaunch.protocol.spec import LaunchSpec
+from mlaunch.protocol.visitors import ATTACH, DEBUG, Reception, answer, tell_launcher
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages.channels import AgentHears, AgentsEnd
+
+_ID_SHOWN = 8
+_PATIENCE = 3.0  # seconds for the machines to answer: a visitor waits for five
+
+
+@dataclass
+class _Question:
+    tell: Callable[[Mapping[str, Any]], None]
+    due: float  # when it is answered with what there is, in monotonic seconds
+    missing: set[int]  # numbers of the machines that have not answered
+    found: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # their ranks
+
+
+class Lookout:
+    """Of one launch. It belongs to the thread that hears the machines."""
+
+    def __init__(self, spec: LaunchSpec, machines: Sequence[Machine]) -> None:
+        self._spec = spec
+        self._machines = machines
+        self._start = time.monotonic()
+        self._questions: dict[int, _Question] = {}
+        self._asked = 0
+        self._cwd = working_directory()
+        self._environ = dict(os.environ)
+        self._reception = Reception(self._environ, spec.launch_id)
+
+    def open(self) -> None:
+        """Can be found from now on. Removes what callers have left that were killed: no fork server did it for them."""
+        with contextlib.suppress(OSError):  # a directory that is not ours: a launch needs no visitors
+            for _, connection in registry.connections(self._environ):
+                connection.close()
+        self._reception.open()
+        # A fork of the caller that stays would keep the launch listed after its end.
+        close_in_forks(self._reception)
+
+    @property
+    def due(self) -> float:
+        """When ``serve`` is to be called though nothing has come."""
+        return min((question.due for question in self._questions.values()), default=math.inf)
+
+    @property
+    def stopped_by(self) -> int | None:
+        """The process that has asked the launch to end; None: none has."""
+        return self._reception.stopped_by
+
+    @property
+    def launch(self) -> LaunchSpec:
+        """The launch that is looked at."""
+        return self._spec
+
+    def take_request(self) -> int | None:
+        """Returns the process that asks for a stop at a step that the ranks agree on, once; None: none does."""
+        request = self._reception.take_request()
+        return request[1] if request is not None and request[0] == agreed_stop.NAME else None
+
+    def end_request(self) -> None:
+        """Tells who asked for it that the call has stopped, where the ranks stay."""
+        self._reception.let_stoppers_go()
+
+    def fds(self) -> list[int]:
+        """Returns what is to be watched."""
+        return self._reception.fds()
+
+    def serve(self, ready: Collection[int], there: Sequence[Machine]) -> None:
+        """Asks the machines that are ``there`` what visitors want to know; answers what has waited too long."""
+        for visitor, word in self._reception.take(ready):
+            if word == DEBUG or word.startswith(ATTACH):
+                answer(visitor, {"refused": self._no_debugger()})
+            else:
+                self.ask(word, there, functools.partial(answer, visitor))
+        for number in [number for number, one in self._questions.items() if time.monotonic() >= one.due]:
+            self._finish(number)
+
+    def _no_debugger(self) -> str:
+        """Says why nobody debugs ranks from here."""
+        hosts = ", ".join(sorted({machine.host for machine in self._machines}))
+        return (
+            f"the ranks of {self._spec.name} were started by an engine on {hosts}, which mlaunch debug does not reach "
+            f"from here. Run it on the rank's machine: mlaunch debug {self._spec.launch_id[:_ID_SHOWN]} RANK"
+        )
+
+    def obey(self, record: AgentHears, there: Sequence[Machine], launcher: AgentsEnd) -> bool:
+        """Tells the launch's handle what the record asks for; False if the record is about something else."""
+        if isinstance(record, TellStatus):
+            self.ask(record.word, there, functools.partial(tell_launcher, launcher, record.number))
+        return isinstance(record, TellStatus)
+
+    def ask(self, word: bytes, there: Sequence[Machine], tell: Callable[[Mapping[str, Any]], None]) -> None:
+        """Asks the machines that are ``there``; ``tell`` gets the status of all."""
+        self._asked += 1
+        numbers = {machine.number for machine in there}
+        self._questions[self._asked] = _Question(tell, time.monotonic() + _PATIENCE, numbers)
+        for machine in there:
+            machine.stream.send(Look(self._asked, word))
+
+    def take(self, machine: Machine, number: int, content: int) -> None:
+        """Takes what a machine answers. ``content``: a file with its status in JSON; -1: none."""
+        question = self._questions.get(number)
+        if question is None:  # it came too late
+            return
+        question.missing.discard(machine.number)
+        if content >= 0:
+            with open(os.dup(content), encoding="utf-8") as file, contextlib.suppress(ValueError):  # it was cut
+                file.seek(0)
+                question.found[machine.number] = json.load(file)["ranks"]
+        if not question.missing:
+            self._finish(number)
+
+    def close(self) -> None:
+        """Answers those who still wait, and is found no more."""
+        for number in list(self._questions):
+            self._finish(number)
+        self._reception.close()
+
+    def _finish(self, number: int) -> None:
+        question = self._questions.pop(number)
+        question.tell(self._status(question))
+
+    def _status(self, question: _Question) -> dict[str, Any]:
+        ranks = []
+        for machine in self._machines:
+            known = question.found.get(machine.number) or [self._unknown(rank, machine) for rank in machine.ranks]
+            ranks += [{**rank, "host": machine.host} for rank in known]
+        return {
+            "id": self._spec.launch_id,
+            "function": self._spec.name,
+            "age": round(time.monotonic() - self._start, 3),
+            "caller": os.getpid(),
+            "agent": os.getpid(),
+            "cwd": self._cwd,
+            "argv": list(self._spec.context.argv),
+            "source": self._spec.context.source,
+            "world_size": self._spec.world_size,
+            "restart_count": self._spec.restart_count,
+            "ranks": ranks,
+        }
+
+    def _unknown(self, rank: int, machine: Machine) -> dict[str, Any]:
+        state = "its machine is lost" if machine.lost else "its machine has not said what it does"
+        return {"rank": rank, "pid": 0, "device": "-", "state": state, "stacks": "", "frames": []}

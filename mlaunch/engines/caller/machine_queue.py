@@ -1,0 +1,126 @@
+"""The queue for the machines of an allocation: each launch gets, in order of arrival, all that it wants or none."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from mlaunch.base.exceptions import LaunchError
+from mlaunch.caller import interrupts
+from mlaunch.engines.caller.launch.machine import Machine
+from mlaunch.engines.caller.launch.machines import Machines
+
+
+def _nothing() -> None: ...
+
+
+@dataclass(eq=False)
+class MachineClaim:
+    """A place in the queue, then what it has come to.
+
+    Attributes:
+        count: How many machines are wanted; None: the allocation, whether its machines are there or not.
+        notify: Called, under a lock, when ``take`` may have something to give.
+        end: Ends the launch that has the machines.
+        ends: The claim is to give the allocation back.
+        whole: It holds the whole allocation, which has too few machines left: others must be asked for first.
+    """
+
+    count: int | None
+    notify: Callable[[], None] = _nothing
+    end: Callable[[], None] = _nothing
+    ends: bool = False
+    machines: list[Machine] = field(default_factory=list)
+    whole: bool = False
+
+    @property
+    def lost(self) -> bool:
+        """True if one of its machines is lost: nobody gets that again."""
+        return any(machine.lost for machine in self.machines)
+
+
+class MachineQueue:
+    """Of one allocation, for any thread. A machine that is lost is given to nobody."""
+
+    def __init__(self, machines: Machines) -> None:
+        # Not threading's: Ctrl-C within it can leave its lock taken, with every launch behind it.
+        self._changed = interrupts.Condition()
+        self.closed = ""  # why nobody gets machines any more
+        self._machines = machines
+        self._row: deque[MachineClaim] = deque()
+        self._holders: list[MachineClaim] = []
+
+    @property
+    def in_use(self) -> bool:
+        """True if some launch has machines, or waits for them."""
+        return bool(self._row or self._holders)
+
+    def join(self, claim: MachineClaim) -> MachineClaim:
+        """Get in line."""
+        with self._changed:
+            self._row.append(claim)
+        return claim
+
+    def take(self, claim: MachineClaim) -> bool:
+        """True if the claim has its machines now. LaunchError: The allocation was given back."""
+        with self._changed:
+            if self.closed and not claim.ends:
+                raise LaunchError(f"this allocation was given back ({self.closed}); hold() another one")
+            # Only the first: a launch that wants many would wait for ever behind small ones that overtake it.
+            if self._row[0] is not claim or not self._give(claim):
+                return False
+            self._row.remove(claim)
+            self._holders.append(claim)
+            self._tell()
+            return True
+
+    def wait(self, claim: MachineClaim) -> None:
+        """Wait for the machines. Can be interrupted."""
+        with self._changed:
+            while not self.take(claim):
+                self._changed.wait()
+
+    def _give(self, claim: MachineClaim) -> bool:
+        left = [machine for machine in self._machines.machines if not machine.lost]
+        # Too few are left: only a launch that has all of them may ask the engine for others.
+        if claim.count is None or len(left) < claim.count:
+            claim.whole = not self._holders
+            return claim.whole
+        taken = {machine for holder in self._holders for machine in holder.machines}
+        free = [machine for machine in left if machine not in taken]
+        if any(holder.whole for holder in self._holders) or len(free) < claim.count:
+            return False
+        claim.machines = free[: claim.count]
+        return True
+
+    def narrow(self, claim: MachineClaim) -> None:
+        """Take the claim's machines of an allocation that is whole again, and leave the rest to others."""
+        with self._changed:
+            claim.machines, claim.whole = self._machines.machines[: claim.count], False
+            self._tell()
+
+    def leave(self, claim: MachineClaim) -> None:
+        """Leave the line, or give the machines to others. May be called again."""
+        with self._changed:
+            for some in (self._row, self._holders):
+                if claim in some:
+                    some.remove(claim)
+            self._tell()
+
+    def close(self, why: str) -> None:
+        """Refuse all who wait and will come; who has machines keeps them."""
+        with self._changed:
+            self.closed = self.closed or why
+            self._tell()
+
+    def end_all(self) -> None:
+        """End all submitted launches that have machines."""
+        with self._changed:
+            for claim in self._holders:
+                claim.end()
+
+    def _tell(self) -> None:
+        self._changed.notify_all()
+        for claim in self._row:
+            claim.notify()

@@ -1,0 +1,175 @@
+"""A member: what an engine starts on each machine of a launch, by ``python -m mlaunch.engines.member.main``.
+
+It is a caller without a person: it has a warm fork server, and starts the ranks of its machine as that machine's script
+would. What it is to run comes on standard input, secrets too, and what it has to tell goes to standard output. It ends
+with its standard input, and its ranks with it: whoever loses the caller loses nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Collection
+from typing import TYPE_CHECKING, NoReturn
+
+from mlaunch.base import linux
+from mlaunch.base.exceptions import LaunchError, LaunchTimeout
+from mlaunch.caller.server.warm import warm_server
+from mlaunch.core.load import MachineParts
+from mlaunch.engines.member.lease_term import Term
+from mlaunch.engines.member.machine_launch import MachineLaunch
+from mlaunch.engines.member.machine_plan import MachinePlan
+from mlaunch.engines.member.reachability import failures_at, listen_for_others
+from mlaunch.engines.wire.frame_codes import NoiseError
+from mlaunch.engines.wire.frame_stream import FrameStream
+from mlaunch.engines.wire.member_messages import (
+    MARK,
+    AskOffer,
+    Lease,
+    Listen,
+    Listens,
+    Look,
+    MachineDone,
+    NotPrepared,
+    Reach,
+    Reached,
+    Start,
+    patience_of,
+    versions,
+)
+from mlaunch.protocol.channel import assert_never
+from mlaunch.protocol.messages.kept_messages import EndCall, EndRanks, MeetAgain, NextCall
+from mlaunch.protocol.messages.launch_messages import Cancel
+from mlaunch.protocol.messages.part_messages import ForPart
+
+if TYPE_CHECKING:
+    from mlaunch.engines.wire.member_streams import MemberHears, MembersStream
+
+# Of the process that the engine started, not of the ranks that it starts: they would take themselves for its tasks.
+_TASKS = ("SLURM_STEP", "SLURM_SRUN", "SLURM_CPU_BIND", "SLURM_TASK", "PMI_", "PMIX_", "OMPI_")
+_TASK = {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS", "SLURM_LAUNCH_NODE_IPADDR"}
+# Slurm and mpirun send these to all that they have started when somebody asks for it, and few know of us.
+FOR_RANKS = {signal.SIGUSR1, signal.SIGUSR2}
+
+
+def main(secret: str = "") -> NoReturn:
+    """Serves until standard input ends. ``secret``: the caller's, too, where others can write to what is between."""
+    ignore(FOR_RANKS)
+    stream = _take_over_streams(secret)
+    for name in [name for name in os.environ if name.startswith(_TASKS) or name in _TASK]:
+        del os.environ[name]
+    code = 1
+    try:
+        serve(stream, socket.gethostname(), patience_of(sys.argv))
+        code = 0
+    finally:
+        warm_server.close()
+        sys.stderr.flush()
+        # Threads of libraries, or of the user's preloads, must not keep a machine that is to be given back.
+        os._exit(code)
+
+
+def ignore(numbers: Collection[signal.Signals]) -> None:
+    """Lets this process live on when such signals come. Ranks have the usual dispositions all the same."""
+    for number in numbers:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _take_over_streams(secret: str) -> MembersStream:
+    """Keeps standard input and output for ourselves: whoever prints here does so to standard error."""
+    ends = linux.above_standard(os.dup(0)), linux.above_standard(os.dup(1))
+    stream: MembersStream = FrameStream(*ends, secret, member=True)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    # A library that prints would put its words between the frames.
+    os.dup2(2, 1)
+    os.close(null)
+    return stream
+
+
+def serve(stream: MembersStream, host: str, patience: float | None = None) -> None:
+    """Serves a caller until its end of the stream is closed, or no word has come in ``patience`` seconds."""
+    hello = {**versions(), "host": host, "pid": os.getpid()}
+    stream.write_line(MARK, json.dumps(hello).encode())
+    _Member(stream, patience).serve()
+
+
+class _Member:
+    def __init__(self, stream: MembersStream, patience: float | None) -> None:
+        self._stream = stream
+        self._term = Term(stream)
+        self._term.lease = None if patience is None else Lease(patience, ())
+        self._plan: MachinePlan | None = None
+        self._listener: socket.socket | None = None
+
+    def serve(self) -> None:
+        while not self._term.over:
+            try:
+                found = self._stream.receive(1)  # what follows a launch's start is for the launch to hear
+            except EOFError:
+                return
+            except NoiseError as error:
+                print(f"mlaunch: the caller {error}{error.hint}", file=sys.stderr, flush=True)
+                return
+            for record, content in found:
+                self._obey(record, content)
+            if not found:
+                self._wait()
+        self._term.leave()
+
+    def _wait(self) -> None:
+        poll = select.poll()
+        poll.register(self._stream.incoming, select.POLLIN)
+        if self._stream.unsent:
+            poll.register(self._stream.outgoing, select.POLLOUT)
+        poll.poll(self._term.milliseconds())
+        self._stream.flush()
+
+    def _obey(self, record: MemberHears, content: int) -> None:
+        match record:
+            case Lease():
+                self._term.lease = record
+            case AskOffer():
+                self._prepare(record)
+            case Listen():
+                self._stream.send(Listens(record.number, self._listen(record.port)))
+            case Reach():
+                self._stream.send(Reached(record.number, failures_at(record.addresses, record.port)))
+            case Start():
+                if self._plan is not None:
+                    self._listen(None)
+                    self._start(self._plan, record, content)
+            case Look() | Cancel() | NextCall() | EndCall() | MeetAgain() | EndRanks() | ForPart():
+                pass  # the launch that it is about is over
+            case _:
+                assert_never(record)
+        if content >= 0:
+            os.close(content)
+
+    def _prepare(self, order: AskOffer) -> None:
+        try:
+            self._plan = MachinePlan(order)
+            self._stream.send(self._plan.prepared())
+        except (LaunchError, ValueError, OSError) as error:
+            self._stream.send(NotPrepared(order.number, f"{type(error).__name__}: {error}"))
+
+    def _listen(self, port: int | None) -> bool:
+        if self._listener is not None:
+            self._listener.close()
+        self._listener = listen_for_others(port)
+        return self._listener is not None
+
+    def _start(self, plan: MachinePlan, order: Start, content: int) -> None:
+        with contextlib.ExitStack() as stack:
+            try:
+                parts = stack.enter_context(MachineParts(plan.spec(order)))
+                launch = MachineLaunch(self._stream, parts, plan.server, content, self._term)
+            except (LaunchError, ValueError, OSError) as error:
+                self._stream.send(MachineDone(f"{type(error).__name__}: {error}", isinstance(error, LaunchTimeout)))
+                return
+            launch.run()

@@ -1,0 +1,188 @@
+"""Starts members by a program that joins their standard streams: ``python -m mlaunch.engines.member.started_together``.
+
+``mpirun`` gives its standard input to its first process alone, and mixes what all print. So each says where it listens,
+in one line that also has a secret, and prints nothing more; the first one hears from the caller of all, connects to
+them, and carries what they and the caller say to each other. Each is a member then, over its connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import TYPE_CHECKING, NoReturn
+
+from mlaunch.base import linux
+from mlaunch.engines.member import member, waker
+from mlaunch.engines.wire.first_process import MARK, Lead, Where, limit_reads, without_delay
+from mlaunch.engines.wire.frame_stream import FrameStream
+from mlaunch.engines.wire.member_messages import command_of, patience_of
+from mlaunch.engines.wire.mux import Mux
+from mlaunch.rendezvous.address import LOOPBACK, addresses
+
+if TYPE_CHECKING:
+    from mlaunch.engines.wire.member_streams import CarriersStream
+
+_STRANGER_TIMEOUT = 30  # seconds for who connects to prove that it knows the secret
+_STRANGERS = 64  # connections at a time that have not: each has a thread
+_BACKLOG = 4096  # that wait for one; the system cuts it to its own limit
+_LOOK_DELAY = 1.0  # seconds between looks whether what has started this process is there
+_READ = 65536
+# The number of a process, and how many there are, as programs say it.
+_NUMBERS = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"), ("PMIX_RANK", "PMIX_SIZE"),
+            ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))  # fmt: skip
+
+
+def main() -> NoReturn:
+    """Serves until the caller ends, or the first one."""
+    incoming, outgoing = linux.above_standard(os.dup(0)), linux.above_standard(os.dup(1))
+    # Standard output carries frames; what else is printed goes to standard error.
+    os.dup2(2, 1)
+    member.ignore(member.FOR_RANKS)
+    secret, starter = secrets.token_hex(32), os.getppid()
+    with socket.create_server(("0.0.0.0", 0), backlog=_BACKLOG) as listener:
+        where = _say_where(outgoing, listener.getsockname()[1], secret)
+        stream: CarriersStream = FrameStream(incoming, outgoing)
+        lead = _hear(stream, where)
+        if lead is None:
+            _follow(listener, secret, starter)
+    _lead(stream, lead, where)
+    os._exit(0)
+
+
+def _say_where(outgoing: int, port: int, secret: str) -> Where:
+    number, size = next(((os.environ[a], os.environ[b]) for a, b in _NUMBERS if {a, b} <= os.environ.keys()), (-1, 0))
+    name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"  # clones and containers share names and pids
+    where = Where(name, tuple(addresses()) or (LOOPBACK,), port, int(number), int(size), secret)
+    os.write(outgoing, b"\n" + MARK + json.dumps(vars(where)).encode() + b"\n")
+    return where
+
+
+def _hear(stream: CarriersStream, where: Where) -> Lead | None:
+    """Waits for the caller's word; None if it is for another one, or comes to others alone."""
+    patience = patience_of(sys.argv)
+    with contextlib.suppress(EOFError):
+        while True:
+            if not select.select([stream], [], [], patience)[0]:
+                print(f"mlaunch: nothing has come from the caller for {patience:g} s", file=sys.stderr, flush=True)
+                os._exit(1)
+            for record, _ in stream.receive(1):  # what follows it is for who carries
+                if isinstance(record, Lead) and record.name == where.name:
+                    return record
+                # A program that copies its input to all stops at the first process that does not read.
+                threading.Thread(target=_drain, args=(stream.incoming,), daemon=True).start()
+                return None
+    if where.number == 0:  # to whom it would have come: the caller is gone
+        os._exit(1)
+    return None
+
+
+def _drain(incoming: int) -> None:
+    """Reads what a program gives to all of its processes, and is not for this one."""
+    os.set_blocking(incoming, True)
+    while os.read(incoming, _READ):
+        pass
+
+
+class _Strangers:
+    """Connections that have not proved themselves; above ``_STRANGERS``, the one that came first is closed.
+
+    So strangers neither wait in the way of one that has the secret, nor take more than so many threads. ``found``: gets
+    those that have it.
+    """
+
+    def __init__(self, secret: bytes, found: queue.SimpleQueue[Connection]) -> None:
+        self._secret = secret
+        self._found = found
+        self._lock = threading.Lock()
+        self._ends: deque[socket.socket] = deque()
+
+    def admit_all(self, listener: socket.socket) -> None:
+        while True:
+            end, _ = listener.accept()
+            with self._lock:
+                self._ends.append(end)
+                # The oldest makes way and not the newest, which may be the one that has the secret.
+                first = self._ends.popleft() if len(self._ends) > _STRANGERS else None
+            if first is not None:
+                with contextlib.suppress(OSError):  # it is gone already
+                    first.shutdown(socket.SHUT_RDWR)  # at which its thread leaves, and closes it
+            threading.Thread(target=self._admit, args=(end,), daemon=True).start()
+
+    def _admit(self, end: socket.socket) -> None:
+        """Passes on a connection that has the secret, unless another one has taken its place meanwhile."""
+        with end:
+            limit_reads(end.fileno(), _STRANGER_TIMEOUT)
+            connection = Connection(os.dup(end.fileno()))
+            known = _knows(connection, self._secret)
+            with self._lock, contextlib.suppress(ValueError):
+                self._ends.remove(end)
+                if known:
+                    limit_reads(end.fileno(), 0)
+                    self._found.put(connection)
+                    return
+        connection.close()
+
+
+def _knows(connection: Connection, secret: bytes) -> bool:
+    try:
+        deliver_challenge(connection, secret)
+        answer_challenge(connection, secret)
+    except (AuthenticationError, OSError, EOFError):
+        return False
+    return True
+
+
+def _follow(listener: socket.socket, secret: str, starter: int) -> NoReturn:
+    """Is a member for the first one, which waits for the last to start; nobody else knows for how long."""
+    found: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+    threading.Thread(target=_Strangers(secret.encode(), found).admit_all, args=(listener,), daemon=True).start()
+    connection = None
+    while connection is None:
+        with contextlib.suppress(queue.Empty):
+            connection = found.get(timeout=_LOOK_DELAY)
+        if connection is None and os.getppid() != starter:  # what has started us is gone, and nobody comes
+            os._exit(1)
+    with without_delay(os.dup(connection.fileno())) as end:
+        for standard in (0, 1):
+            os.dup2(end.fileno(), standard)
+    connection.close()
+    waker.watch(0)
+    member.main(secret)
+
+
+def _lead(stream: CarriersStream, lead: Lead, own: Where) -> None:
+    """Carries for all, and starts the member of this machine."""
+    ends = {}
+    for place, where in lead.all.items():
+        try:
+            ends[place] = _start_member() if where.name == own.name else where.connect()
+        except OSError as error:
+            print(f"mlaunch: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
+    member.ignore({signal.SIGTERM})  # as its end nears, mpirun says so to all: last words are still to be carried
+    Mux(stream, ends).run()
+
+
+def _start_member() -> socket.socket:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        subprocess.Popen(
+            command_of(sys.executable, patience_of(sys.argv)), stdin=theirs.fileno(), stdout=theirs.fileno()
+        )
+    return ours
+
+
+if __name__ == "__main__":
+    main()

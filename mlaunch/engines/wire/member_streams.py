@@ -1,0 +1,47 @@
+"""The records that travel on each kind of byte stream, as types, as ``channels.py`` has those of channels.
+
+For annotations alone: this imports every kind of record.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from mlaunch.engines.wire.first_process import Lead
+from mlaunch.engines.wire.frame_stream import FrameStream
+from mlaunch.engines.wire.member_messages import (
+    Alive,
+    AskOffer,
+    FromAgent,
+    Lease,
+    Listen,
+    Look,
+    MachineDone,
+    MemberAnswer,
+    Printed,
+    Reach,
+    Reports,
+    Rows,
+    Seen,
+    ServerEnded,
+    Start,
+)
+from mlaunch.engines.wire.mux import Carried
+from mlaunch.protocol.messages.kept_messages import EndCall, EndRanks, MeetAgain, NextCall
+from mlaunch.protocol.messages.launch_messages import Cancel
+from mlaunch.protocol.messages.part_messages import ForPart, PartSays
+
+# A caller and a member; of a launch what its agent is to hear, too.
+MemberHears = (
+    (Lease | AskOffer | Listen | Reach | Start | Look)
+    | (Cancel | NextCall | EndCall | MeetAgain | EndRanks | ForPart)
+)  # fmt: skip
+MemberSays = (
+    MemberAnswer
+    | (FromAgent | Printed | Rows | Reports | Seen | Alive | ServerEnded | PartSays | MachineDone)
+)  # fmt: skip
+CallersStream: TypeAlias = FrameStream[MemberSays, MemberHears]
+MembersStream: TypeAlias = FrameStream[MemberHears, MemberSays]
+# A caller and the first of the processes that an engine's one program has started, which carries for all.
+CarriersStream: TypeAlias = FrameStream[Lead | Carried, Carried]
+CarriedStream: TypeAlias = FrameStream[Carried, Lead | Carried]
