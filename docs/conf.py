@@ -11,11 +11,12 @@ project = "mlaunch"
 author = "the mlaunch developers"
 copyright = f"2026, {author}"
 version = release = __version__
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "launcher_options", "measured"]
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "launcher_options", "measured", "units"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"mlaunch {version}"
-html_static_path: list[str] = []
+html_static_path = ["static"]
+html_css_files = ["pages.css"]
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 autodoc_typehints = "none"

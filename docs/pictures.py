@@ -11,6 +11,12 @@ ARROW = '<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="#444" marker-end=
 HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 400" font-family="sans-serif">
 <defs><marker id="tip" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" orient="auto-start-reverse">
 <path d="M0,0 L10,5 L0,10 z" fill="#444"/></marker></defs>
+<style>@media (prefers-color-scheme: dark) {
+[fill="white"] { fill: #131416 } [fill="#222"] { fill: #ddd } [fill="#555"], [fill="#777"] { fill: #aaa }
+[fill="#444"] { fill: #999 } [stroke="#444"] { stroke: #999 } [stroke="#999"] { stroke: #777 }
+[fill="#eef3fa"] { fill: #1c2a3d } [fill="#fdf3e1"] { fill: #3a2e17 } [fill="#e9f6ea"] { fill: #1b3220 }
+[fill="#f3ecf7"] { fill: #30233a } [fill="#f2f2f2"] { fill: #2a2b2d }
+}</style>
 <rect width="760" height="400" fill="white"/>"""  # noqa: E501
 
 
@@ -52,7 +58,7 @@ def processes() -> str:
 
 def machines() -> str:
     """Who talks to whom in a launch over two machines."""
-    parts = [HEAD.replace("0 0 760 400", "0 0 760 430").replace('height="400"', 'height="430"')]
+    parts = [HEAD.replace("0 0 760 400", "0 0 760 450").replace('height="400"', 'height="450"')]
     for x, title in ((10, "machine with rank 0 (the master)"), (400, "another machine")):
         parts.append(f'<rect x="{x}" y="10" width="350" height="410" rx="10" fill="none" stroke="#999"/>')
         parts.append(text(x + 175, 34, title, size=15, fill="#555"))
@@ -72,7 +78,7 @@ def machines() -> str:
     parts += [arrow(420, 200, 340, 155, dashed=True), arrow(550, 180, 600, 112)]
     parts += [arrow(100, 340, 100, 230), arrow(260, 340, 130, 230)]
     parts += [arrow(490, 340, 480, 230), arrow(650, 340, 520, 230)]
-    parts.append(text(380, 410, "collectives: NCCL or gloo, from rank to rank", fill="#777"))
+    parts.append(text(380, 439, "between the ranks: collectives, by NCCL or gloo", fill="#777"))
     parts.append(arrow(160, 365, 210, 365))
     parts.append(arrow(330, 365, 430, 365))
     parts.append(arrow(550, 365, 590, 365))
