@@ -218,7 +218,7 @@ def launch_of(stream: FrameStream, monkeypatch: pytest.MonkeyPatch) -> tuple[Mac
     server: Any = SimpleNamespace(launch=lambda _spec, _call: launcher, kill=lambda: None)
     spec: Any = SimpleNamespace(
         grace_period=1.0, seconds=None, streams=lambda _: (1,), rank_start=0, local_world_size=1, launch_id="full",
-        context=SimpleNamespace(environ={}), stop_on=(),
+        context=SimpleNamespace(environ={}), callers_signals=(),
     )  # fmt: skip
     parts: Any = SimpleNamespace(spec=spec, last_words=lambda _spec: ())
     return MachineLaunch(stream, parts, server, -1, Term(stream)), agent

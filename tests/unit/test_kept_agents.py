@@ -37,9 +37,8 @@ class Agents(KeptAgents):
     def __init__(self) -> None:
         self.sent: list[tuple[int, object]] = []
         machines = [self._machine(number) for number in range(2)]
-        super().__init__(
-            machines, 4, lambda _: ("", ""), Patience(1.0, None), cast(Any, SimpleNamespace(end_request=lambda: None))
-        )
+        lookout: Any = SimpleNamespace(end_request=lambda: None, launch=SimpleNamespace(sections={}))
+        super().__init__(machines, 4, lambda _: ("", ""), Patience(1.0, None), lookout)
         self.all = machines
 
     def _machine(self, number: int) -> Any:

@@ -54,7 +54,8 @@ def test_a_machine_that_does_not_say_what_it_does(monkeypatch: pytest.MonkeyPatc
 
 def two_machines() -> tuple[Lookout, list[Machine], list[FrameStream]]:
     """Two that have a rank each, with their members' ends."""
-    spec = cast(Any, SimpleNamespace(launch_id="e" * 12, name="f()", context=SimpleNamespace(argv=[], source="")))
+    context = SimpleNamespace(argv=[], source="")
+    spec = cast(Any, SimpleNamespace(launch_id="e" * 12, name="f()", context=context, sections={}))
     pairs = [socket.socketpair() for _ in range(2)]
     machines = [Machine(number, Ends(os.dup(ours.fileno()), ours.detach())) for number, (ours, _) in enumerate(pairs)]
     members = [FrameStream(os.dup(theirs.fileno()), theirs.detach()) for _, theirs in pairs]
