@@ -69,5 +69,4 @@ def _of_devices(topology: Topology, devices: Sequence[PciDevice]) -> Iterator[tu
             if binding.why_not:
                 yield False, f"numa='node' would not bind the rank of {kind}:{number}: {binding.why_not}"
             else:
-                where = f"{nodes_in_words(binding.nodes)}, {cpus_in_words(binding.cpus)}"
-                yield True, f"numa='node' would bind the rank of {kind}:{number} to {where}"
+                yield True, f"numa='node' would bind the rank of {kind}:{number} to {binding}"

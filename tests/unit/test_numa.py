@@ -240,6 +240,12 @@ def test_what_is_said_of_ranks_that_are_not_bound(written: Written) -> None:
     assert told == {0: "numa='node': ranks 8, 10 are not bound: this system does not say on which node 0000:10:00.0 is"}
 
 
+def test_how_a_place_is_said(written: Written) -> None:
+    """In ``mlaunch ps``; without nodes where the system does not say which there are."""
+    assert str(chosen(written(FOUR_NODES), "socket", {"own": "2"})[0]) == "nodes 2-3, CPUs 8-15"
+    assert str(chosen(written(BARE), "3", {"runtime": "cpu", "ranks": 1})[0]) == "CPU 3"
+
+
 def test_threads_are_those_of_the_cpus_that_it_shares() -> None:
     four, eight = Binding(frozenset(range(4))), Binding(frozenset(range(8)))
     assert [threads_of(rank, [four, eight, eight]) for rank in range(3)] == [1, 3, 3]

@@ -17,8 +17,11 @@ class Binding:
     """Where a rank runs. ``why_not``: why it is not bound; then there are no CPUs."""
 
     cpus: frozenset[int] = frozenset()
-    nodes: tuple[int, ...] = ()  # of its CPUs, that of its device first
+    nodes: tuple[int, ...] = ()  # of its CPUs, that of its device first; none where the system does not say
     why_not: str = ""
+
+    def __str__(self) -> str:
+        return ", ".join([*([nodes_in_words(self.nodes)] if self.nodes else []), cpus_in_words(self.cpus)])
 
 
 @frozen_record

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -10,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from mlaunch.base import linux
 from mlaunch.base.misuse import misuse
 from mlaunch.core.parts import RankPart
-from mlaunch.numa.rank.binding import Binding, Seats, bindings, cpus_in_words, lines, nodes_in_words, threads_of
+from mlaunch.numa.rank.binding import Binding, Seats, bindings, cpus_in_words, lines, threads_of
 from mlaunch.numa.rank.seats import seats_of
 from mlaunch.numa.rank.topology import Topology
 from mlaunch.numa.wire import NumaOrder
@@ -46,7 +47,7 @@ class BoundRank(RankPart):
         os.sched_setaffinity(0, own.cpus)
         self.decides = ("affinity",)
         memory = self._bind_memory(own, topology)
-        self.place = f"{nodes_in_words(own.nodes)}, {cpus_in_words(own.cpus)}{memory}"
+        self.place = f"{own}{memory}"
         return {_THREADS: str(threads_of(local_rank, found))}
 
     @contextlib.contextmanager
@@ -67,9 +68,10 @@ class BoundRank(RankPart):
             if nodes:
                 _set_policy(wanted, nodes)
                 return f", memory {'bound' if wanted == 'bind' else 'preferred'}"
-            why_not = f"{nodes_in_words(own.nodes)} has none that this process may use"
+            why_not = f"there is none beside {cpus_in_words(own.cpus)} that this process may use"
         except OSError as error:
-            why_not = f"the kernel refuses set_mempolicy ({error.strerror}); a container needs CAP_SYS_NICE for it"
+            advice = "; a container needs CAP_SYS_NICE for it" if error.errno == errno.EPERM else ""
+            why_not = f"the kernel refuses set_mempolicy ({error.strerror}){advice}"
         self._lines.append(f"{self._order.asked}: memory comes from any node: {why_not}")
         return ""
 
