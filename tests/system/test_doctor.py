@@ -23,6 +23,7 @@ def test_a_healthy_machine(capsys: pytest.CaptureFixture[str]) -> None:
         "open",
         "mlaunch",
         "network",
+        "numa",
         "torch",
         "devices",
         "launch",
