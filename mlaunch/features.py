@@ -63,6 +63,13 @@ FEATURES = (
     Feature("compat", (), _never),
     Feature("engines", (), _never),
     Feature("agreed_stop", ("stop_on", "stop_grace"), _wants_stop),
+    Feature(
+        "events",
+        ("events",),
+        _given("events"),
+        one_call="it tells of ranks that begin and end with a call; Ranks.last has the report of each call",
+        instead="train.last",
+    ),
     Feature("leases", ("lease", "concurrent"), _wants_lease, waits=True),
     Feature("numa", ("numa", "numa_memory"), _given("numa"), processes=("rank", "member")),
     Feature(

@@ -193,7 +193,7 @@ SLIPS = (
         "command",
         "stop_signals",
         "cli/run_job.py",
-        "                parts.attach(handle.tell_part)\n",
+        "                handle.attach(parts)\n",
         "",
         ("contract/test_stopping.py::test_a_script_that_is_asked_to_stop",),
         "the call does it by itself, so the command seems to, too",

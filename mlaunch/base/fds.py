@@ -101,13 +101,13 @@ class KeptEpoll(KeptFd):
         self.poll = select.epoll()
         super().__init__(self.poll.fileno())
 
-    def watches(self, fd: int, events: int) -> bool:
+    def watches(self, fd: int, mask: int) -> bool:
         """Tells whether both are what they were when the descriptor was registered for these events.
 
         The kernel finds it by number and open file, so it finds none if a stranger's stands at either number.
         """
         try:
-            self.poll.modify(fd, events)
+            self.poll.modify(fd, mask)
         except OSError:
             return False
         except ValueError:  # closed by ourselves

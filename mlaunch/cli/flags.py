@@ -20,7 +20,7 @@ DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 # Named, so that a script written for torchrun is told why, and not that there is no such flag.
 _REFUSED = {
     "--start-method": "ranks are always forked from one fresh interpreter",
-    "--event-log-handler": "there is no event log",
+    "--event-log-handler": "it names a plug-in of torchrun's; --events writes a file, or spans of OpenTelemetry",
     "--logs-specs": "it names a plug-in of torchrun's; use --log-dir, --redirects, --tee and --local-ranks-filter",
     "--duplicate-stdout-filters": "search the files of --log-dir instead",
     "--duplicate-stderr-filters": "search the files of --log-dir instead",

@@ -70,6 +70,8 @@ def _parts_of(job: Job) -> CallerParts:
         return CallerParts(job.options(1), as_flag)
     except OSError as error:
         raise UsageError(error.strerror) from None
+    except ModuleNotFoundError as error:  # a feature that is not installed, or what it needs
+        raise UsageError(str(error)) from None
 
 
 def _failed(error: LaunchError) -> int:
@@ -119,7 +121,7 @@ def _launch(
             output = output_plan(wishes, size, job.role, directory, lambda: handle.outcome.spec.rank_start)
             handle = start_launch(server, spec, None, output, History(), held)
             try:
-                parts.attach(handle.tell_part)
+                handle.attach(parts)
                 return handle.wait()
             finally:
                 handle.close()

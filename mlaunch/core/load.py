@@ -92,6 +92,10 @@ class CallerParts:
     def heard(self, feature: str, news: object) -> None:
         self._parts[feature].heard(news)
 
+    def noticed(self, word: object) -> None:
+        for part in self._parts.values():
+            part.noticed(word)
+
     def settled(self, ended: Ended, tell: Tell) -> None:
         for part in reversed(self._parts.values()):
             part.settled(ended, tell)

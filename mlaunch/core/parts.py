@@ -110,10 +110,7 @@ class CallerPart:
         """Take the way to this feature's part in the agent of an attempt that has begun. For signal handlers, too."""
 
     def acquire(self, grant: Grant, server: ForkServer, name: str) -> Generator[Delay, None, Grant]:  # noqa: ARG002
-        """Wait for what an attempt of the call ``name()`` needs, and return what it may use. ``lease=`` does.
-
-        Closed while it waits, it gives up its place.
-        """
+        """Wait for what an attempt of ``name()`` needs; return what it may use. Closed, it gives up its place."""
         return grant
         yield
 
@@ -122,6 +119,9 @@ class CallerPart:
 
     def heard(self, news: object) -> None:
         """Take what this feature's part on a machine of an engine has sent, in whatever thread hears that."""
+
+    def noticed(self, word: object) -> None:
+        """Take what an attempt's agent says, ``Stalled``, and at last an ``Ended``. ``events=`` tells of these."""
 
     def settled(self, ended: Ended, tell: Tell) -> None:
         """Act on how the last attempt ended, before the call returns. ``profile=`` writes its file."""

@@ -30,10 +30,10 @@ class _Client:
         end.setblocking(False)
         poll.register(end, select.EPOLLIN)
 
-    def serve(self, events: int) -> bool:
+    def serve(self, mask: int) -> bool:
         """Does what can be done now; False: the client is gone, or asks for what cannot be."""
         try:
-            if events & select.EPOLLOUT:
+            if mask & select.EPOLLOUT:
                 rest, self._unsent = self._unsent, b""
                 # Before the rest is sent: that listens for room again if there is too little.
                 self._poll.modify(self.end, select.EPOLLIN)
@@ -95,12 +95,12 @@ class LocalStore:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are the main thread's
         listening, closing = self._listener.fileno(), self._closing
         while True:
-            for source, events in self._poll.poll():
+            for source, mask in self._poll.poll():
                 if source == closing:
                     return
                 if source == listening:
                     self._accept()
-                elif not self._clients[source].serve(events):
+                elif not self._clients[source].serve(mask):
                     self._drop(source)
 
     def _accept(self) -> None:

@@ -266,6 +266,7 @@ def test_a_grace_period_that_is_none(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 GIVEN = {  # for each option that a flag sets: what is given, and what becomes of it
+    "events": (["--events", "events.jsonl"], "events.jsonl"),
     "n_gpus": (["--nproc-per-node", "3"], 3),
     "world_size": (["--nnodes", "2", "--master-port", "1"], 6),
     "rank_start": (["--nnodes", "2", "--node-rank", "1"], 3),

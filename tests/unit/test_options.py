@@ -71,6 +71,8 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"numa": "3-0"}, ValueError, "numa='3-0': allowed: 'node', 'socket', 'exclusive', 'core-complex', None, or"),
     ({"numa_memory": "bind"}, ValueError, "numa_memory='bind' without numa=: memory goes with the CPUs that a rank"),
     ({"numa": "node", "numa_memory": "near"}, ValueError, "numa_memory='near': allowed: 'preferred', 'bind', None"),
+    ({"events": 3}, TypeError, "events=3: allowed: a function, the path of a file, 'otel', or None"),
+    ({"events": ""}, ValueError, "events='': allowed: a function, the path of a file, 'otel', or None"),
     ({"profile": 3}, TypeError, "profile=3: allowed: the path of a file, or None"),
     ({"profile": ""}, ValueError, "profile='': allowed: the path of a file, or None"),
     ({"profile_steps": (8, 5)}, ValueError, r"profile_steps=(8, 5): allowed: two numbers of steps, from 0: the first"),

@@ -24,13 +24,15 @@ ASKS = {
         "--engine ssh:a",
         "import mlaunch.cli.run_command as run\nrun.main(['--engine', 'ssh:a', 'setup.cfg'])",
     ),
+    "events": ("events='t'", CALL.format("events='t'")),
     "leases": ("lease=True", CALL.format("lease=True")),
     "numa": ("numa='node'", CALL.format("numa='node'")),
     "profile": ("profile='t'", CALL.format("profile='t'")),
     "sweeps": ("print.submit()", "mlaunch.launcher(print, 1).submit()"),
     "warm": ("MLAUNCH_WARM=30m", f"import os; os.environ['MLAUNCH_WARM'] = '30m'; {CALL.format('')}"),
 }
-FLAGS = {"agreed_stop": "--stop-on", "leases": "--lease", "numa": "--numa-binding", "profile": "--profile"}
+FLAGS = {"agreed_stop": "--stop-on", "events": "--events", "leases": "--lease", "numa": "--numa-binding"}
+FLAGS |= {"profile": "--profile"}
 
 
 @pytest.fixture(scope="module", params=[feature.name for feature in FEATURES])

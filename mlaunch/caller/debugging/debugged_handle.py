@@ -40,9 +40,9 @@ class DebuggedHandle(LaunchHandle):
         due = (super().timeout(), None if self._is_busy else self._prompts.timeout())
         return min((seconds for seconds in due if seconds is not None), default=None)
 
-    def step(self, events: Events | None = None) -> bool:
+    def step(self, readable: Events | None = None) -> bool:
         """Takes in what has come; then it asks the user, if a rank waits for that. False after the last word."""
-        self._goes_on = super().step(events)
+        self._goes_on = super().step(readable)
         while self._goes_on and not self._is_busy and (found := self._prompts.next()) is not None:
             self._ask(*found)
         return self._goes_on

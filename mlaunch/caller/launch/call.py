@@ -149,7 +149,7 @@ class _Attempts:
                 grant.give_back()
             try:
                 if self.parts is not None:
-                    self.parts.attach(handle.tell_part)
+                    handle.attach(self.parts)
                 ended = handle.wait()
                 if options.start_method == "forkserver":
                     hints.tell_imports(name, history.board)

@@ -23,7 +23,7 @@ from mlaunch.caller import interrupts
 from mlaunch.caller.interrupts import EndSignal
 from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.launch.settle import Ended, add_note, settle
-from mlaunch.caller.launch.stall_watch import StallWatch
+from mlaunch.caller.launch.stall_watch import Stalled, StallWatch
 from mlaunch.caller.launch.status import status_lines, words_on
 from mlaunch.caller.launch.watchdog import Backing, Killed, Limits, remove_names
 from mlaunch.caller.output.relay import Events, Relay
@@ -40,6 +40,7 @@ from mlaunch.protocol.messages.status_messages import StatusTold
 from mlaunch.protocol.spec import LaunchSpec
 
 if TYPE_CHECKING:
+    from mlaunch.core.load import CallerParts
     from mlaunch.protocol.messages.channels import AgentSays, LaunchersEnd
 
 
@@ -63,6 +64,7 @@ class LaunchHandle:
     over: bool = field(default=False, init=False)  # the call that was begun last is, though its ranks stay
     seen_as: str = field(default="", init=False)  # its ID for those who look at it; "": that of the launch
     said_last: Callable[[], str] = field(default=str, init=False)  # what ranks have reported, for the line
+    parts: CallerParts | None = field(default=None, init=False)  # of features, which hear what comes
     never_began: bool = field(default=False, init=False)  # server or agent died before: nothing has run, try again
 
     def __post_init__(self) -> None:
@@ -73,10 +75,19 @@ class LaunchHandle:
         self.outcome = Outcome(self.spec, self.relay.output.plan.directory)
         self.relay.show_status(self._status)
         self.relay.watch(self.agent.fileno())
-        way, say = (self.spec.stall, self.spec.stall_ends), self.relay.output.say
-        self._stall = StallWatch(*way, self.agent.try_send, lambda what: say(f"{self.spec.name} {what}"))
+        self._stall = StallWatch(self.spec.stall, self.spec.stall_ends, self.agent.try_send, self._tell_stall)
         if not self.spec.stays:
             self._stall.begin(time.monotonic())
+
+    def attach(self, parts: CallerParts) -> None:
+        """Have the parts of features hear what comes, and give them the way to their parts in the agent."""
+        self.parts = parts
+        parts.attach(self.tell_part)
+
+    def _tell_stall(self, what: str) -> None:
+        self.relay.output.say(f"{self.spec.name} {what}")
+        if self.parts is not None:
+            self.parts.noticed(Stalled(what))
 
     def _status(self) -> list[str]:
         first, *others = status_lines(self.outcome, self.history, self.waiting, over=self.over)
@@ -107,12 +118,12 @@ class LaunchHandle:
         due = (self.relay.timeout(), self._limits.timeout(), self._stall.timeout())
         return min((seconds for seconds in due if seconds is not None), default=None)
 
-    def step(self, events: Events | None = None) -> bool:
+    def step(self, readable: Events | None = None) -> bool:
         """Takes in what has come, without waiting; False after the launch's last word.
 
-        ``events``: what can be read, if that is known from the relay; it is asked for otherwise.
+        ``readable``: what can be read, if that is known from the relay; it is asked for otherwise.
         """
-        ready = self.relay.carry(events)
+        ready = self.relay.carry(readable)
         self._stall.take_step()
         if self._limits.agent is not None and self._limits.agent.fd in ready:
             self.relay.unwatch(self._limits.agent.fd)
@@ -136,10 +147,10 @@ class LaunchHandle:
             ServerGoneError: The fork server, or the agent, was gone before the call began; nothing has run.
         """
         try:
-            events: Events | None = None
-            while self.step(events):
+            readable: Events | None = None
+            while self.step(readable):
                 with interrupts.allowed():
-                    events = self.relay.wait(self.timeout())
+                    readable = self.relay.wait(self.timeout())
         except BaseException as interrupt:  # Ctrl-C, or what another signal handler raised: end the launch first
             self._cancel(interrupt.number if isinstance(interrupt, EndSignal) else 0)
             if self.outcome.stacks:
@@ -157,6 +168,8 @@ class LaunchHandle:
         report = report_of(ended.error) if ended.error is not None else None
         if report is not None:
             report.reached = self.history.reached(self.spec.local_world_size)
+        if self.parts is not None:
+            self.parts.noticed(ended)
         return ended
 
     @property
@@ -233,6 +246,8 @@ class LaunchHandle:
         self._has_begun = self._has_begun or begins
         self.history.take(record, fds)
         self.outcome.take(record, fds)
+        if self.parts is not None:
+            self.parts.noticed(record)
         self._send_words()
         if isinstance(record, Reaped) and record.exitcode != 0:
             remove_names(self.spec, self.outcome.spec)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mlaunch.base.exceptions import RankFailure
+from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.text import in_two_units
 from mlaunch.caller import stall_signs
 from mlaunch.caller.stall_signs import Ranks
@@ -25,6 +26,13 @@ from mlaunch.protocol.visitors import PULSE, WHY
 # Often enough to know the end of a stretch to a quarter, and seldom enough to cost nothing.
 _LOOKS = 4  # in a stretch without progress
 _NEVER = float("inf")
+
+
+@frozen_record
+class Stalled:
+    """The user was told that the ranks make no progress, or that they do again. ``what``: in which words."""
+
+    what: str
 
 
 @dataclass

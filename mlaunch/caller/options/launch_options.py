@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, fields
 from datetime import timedelta
 from typing import Any, cast
@@ -26,6 +26,7 @@ from mlaunch.caller.options.option_values import (
     FilePath,
     FromTo,
     Leasing,
+    Listener,
     Name,
     Seconds,
     Secret,
@@ -236,6 +237,14 @@ class Options:
         True,
         Switch(),
         "Shows a line that tells how far the launch is: in notebooks, and on terminals (extra ``notebook``).",
+    )
+    events: str | os.PathLike[str] | Callable[[dict[str, Any]], object] | None = option(
+        None,
+        Listener(),
+        "What gets the events of the launch as they happen (launch, rank, failure, stall, stop, restart, end): a "
+        'function, which is called with a dictionary, a file, which gets a line of JSON for each, or "otel" for spans '
+        "of OpenTelemetry (extra ``otel``).",
+        flag="--events",
     )
     profile: str | os.PathLike[str] | None = option(
         None,

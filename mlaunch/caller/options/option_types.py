@@ -8,9 +8,9 @@ A type checker reads types where they are written and nowhere else, so these sta
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from mlaunch.caller.options.call_targets import PlacesRanks, TakesCalls
 
@@ -44,6 +44,7 @@ class KeywordOptions(TypedDict, total=False):
     results: str
     output: str
     log_dir: str | os.PathLike[str] | None
+    events: str | os.PathLike[str] | Callable[[dict[str, Any]], object] | None
     profile: str | os.PathLike[str] | None
     profile_steps: Sequence[int]
     profile_ranks: Sequence[int] | None

@@ -259,6 +259,19 @@ class FilePath:
             raise ValueError(f"{name}='': allowed: {self}")
 
 
+class Listener:
+    """What gets events."""
+
+    def __str__(self) -> str:
+        return "a function, the path of a file, 'otel', or None"
+
+    def check(self, name: str, value: object) -> None:
+        if not (value is None or callable(value) or isinstance(value, str | os.PathLike)):
+            raise TypeError(f"{name}={value!r}: allowed: {self}")
+        if value == "":
+            raise ValueError(f"{name}='': allowed: {self}")
+
+
 class FromTo:
     """Two numbers of steps. ``of_flag``: what a flag of them may be."""
 

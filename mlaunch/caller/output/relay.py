@@ -111,16 +111,16 @@ class Relay:
                 raise
             return []
 
-    def carry(self, events: Events | None = None) -> set[int]:
+    def carry(self, readable: Events | None = None) -> set[int]:
         """Carries what has come, without waiting; returns the watched descriptors that can be read.
 
-        ``events``: what ``wait`` has just returned; it is asked for otherwise.
+        ``readable``: what ``wait`` has just returned; it is asked for otherwise.
         """
-        events = events or self._poll.poll(0)  # of those who have closed it, that tells the error
-        ready = {fd for fd, _ in events}
+        readable = readable or self._poll.poll(0)  # of those who have closed it, that tells the error
+        ready = {fd for fd, _ in readable}
         if self._awaited in ready and self.output.console.drain():
             self._await(None)
-        for fd, event in events:
+        for fd, event in readable:
             if event == select.EPOLLHUP and fd in self._streams:  # nothing is in it, so no line can be out of order
                 self._close(fd)
         if read := ready & self._streams.keys():

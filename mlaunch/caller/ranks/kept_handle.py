@@ -132,11 +132,11 @@ class KeptHandle(DirectHandle):
             self._note_values()
             self._call = None
 
-    def step(self, events: Events | None = None) -> bool:
+    def step(self, readable: Events | None = None) -> bool:
         """Takes in what has come, without waiting; False after the last word of the launch."""
         self._turn_to_present()
         self._turn_to_none()  # not at once: mostly the next call comes before ranks say anything
-        return super().step(events)
+        return super().step(readable)
 
     def end_call(self, interrupt: BaseException) -> None:
         """Asks to end it, as Ctrl-C does, because of an interrupt."""

@@ -118,7 +118,7 @@ class MachinesLaunch:
         started = self.start_it()
         try:
             if self.number.parts is not None:
-                self.number.parts.attach(started.handle.tell_part)
+                started.handle.attach(self.number.parts)
             return started.handle.wait()
         finally:
             started.handle.close()

@@ -1,0 +1,1 @@
+"""``events=``: what a launch does, told to programs as it happens."""

@@ -1,0 +1,79 @@
+"""The events of one call: made of what the agents of its attempts say, and of how the attempts end."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from mlaunch.base.misuse import as_dict, misuse
+from mlaunch.base.schema import VERSION
+from mlaunch.caller.launch.settle import Ended
+from mlaunch.caller.launch.stall_watch import Stalled
+from mlaunch.core.parts import CallerPart, Spell
+from mlaunch.events.caller.sinks import CallableSink, EventSink, FileSink
+from mlaunch.protocol.messages.launch_messages import RankGone, RanksStarting, RankStarted
+from mlaunch.protocol.spec import LaunchSpec
+
+if TYPE_CHECKING:
+    from mlaunch.caller.options.launch_options import Options
+
+_OTEL = "otel"
+
+
+class CallEvents(CallerPart):
+    """Tells a sink of one call. OSError where its file cannot be opened."""
+
+    def __init__(self, sink: EventSink) -> None:
+        self._sink = sink
+        self._function, self._launch, self._restart_count = "", "", 0
+
+    def planned(self, spec: LaunchSpec) -> None:
+        """Note which attempt begins, and tell that it is another one."""
+        self._function, self._restart_count = spec.name, spec.restart_count
+        if spec.restart_count:
+            self._tell("restart")
+        self._launch = ""
+
+    def noticed(self, word: object) -> None:
+        """Tell of a word, if it is an event."""
+        if isinstance(word, RanksStarting):
+            self._launch = word.launch_id
+            self._tell("launch", world_size=word.world_size)
+        elif isinstance(word, RankStarted):
+            self._tell("rank", rank=word.rank, pid=word.pid, state="started", exitcode=None)
+        elif isinstance(word, RankGone):
+            self._tell("rank", rank=word.rank, pid=word.pid, state="ended", exitcode=word.exitcode)
+        elif isinstance(word, Stalled):
+            self._tell("stall", **{"text": word.what})
+        elif isinstance(word, Ended):
+            self._tell_end(word)
+
+    def _tell_end(self, ended: Ended) -> None:
+        report = ended.report()
+        if report.stopped is not None:
+            stopped = report.stopped
+            self._tell("stop", reason=stopped.reason, asked=stopped.asked, step=stopped.step)
+        if ended.error is not None:
+            self._tell("failure", failure=as_dict(ended.error))
+        self._tell("end", ok=ended.error is None, seconds=report.seconds)
+
+    def close(self) -> None:
+        self._sink.close()
+
+    def _tell(self, kind: str, **facts: Any) -> None:
+        known = {"launch": self._launch, "function": self._function, "restart_count": self._restart_count}
+        self._sink.take({"schema": VERSION, "event": kind, "at": time.time(), **known, **facts})
+
+
+def part(options: Options, spell: Spell) -> CallEvents:
+    wanted = options.events
+    if wanted == _OTEL:
+        try:
+            from mlaunch.events.caller.spans import SpanSink
+        except ModuleNotFoundError as error:
+            what = f"{spell('events', wanted)} needs the package opentelemetry-api: pip install 'mlaunch[otel]'"
+            raise misuse(ModuleNotFoundError(what, name=error.name)) from None
+        return CallEvents(SpanSink())
+    if callable(wanted):
+        return CallEvents(CallableSink(wanted))
+    return CallEvents(FileSink(wanted or "", spell))

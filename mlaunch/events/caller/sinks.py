@@ -1,0 +1,64 @@
+"""Where events go. One that fails does not end a launch: a warning says so, and it gets no more."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mlaunch.base.log import log
+from mlaunch.core.parts import Spell
+
+
+class EventSink:
+    """Takes the events of one call."""
+
+    def __init__(self) -> None:
+        self._broken = False
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        if self._broken:
+            return
+        try:
+            self._take(event)
+        except Exception as error:  # whatever a user's callable may raise
+            self._broken = True
+            log.warning("events=: %s: %s. The launch continues, and its later events are dropped", type(error).__name__,
+                        error)  # fmt: skip
+
+    def close(self) -> None:
+        """Give up what it holds."""
+
+    def _take(self, event: Mapping[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class CallableSink(EventSink):
+    """Calls a function with each event."""
+
+    def __init__(self, function: Callable[[dict[str, Any]], object]) -> None:
+        super().__init__()
+        self._function = function
+
+    def _take(self, event: Mapping[str, Any]) -> None:
+        self._function(dict(event))
+
+
+class FileSink(EventSink):
+    """Adds a line of JSON to a file, which several launches may share: each line is written at once."""
+
+    def __init__(self, path: str | os.PathLike[str], spell: Spell) -> None:
+        super().__init__()
+        try:
+            self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise OSError(error.errno, f"{spell('events', os.fspath(path))}: {error.strerror}") from None
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _take(self, event: Mapping[str, Any]) -> None:
+        os.write(self._fd, f"{json.dumps(event)}\n".encode())
