@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 from mlaunch.caller import running_launches
 from mlaunch.caller.server.prepared_launch import preparation
 from mlaunch.caller.server.warm import warm_server
-from mlaunch.engines.wire.frame_stream import FrameStream
 from mlaunch.protocol import registry
 from mlaunch.protocol.messages.launch_messages import Phase
 from mlaunch.protocol.report_ring import ENTRIES as REPORTS_KEPT
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
 
     from mlaunch import Held, Ranks, Sweep
     from mlaunch.caller.server.fork_server import ForkServer
+    from mlaunch.engines.wire.frame_stream import FrameStream
     from mlaunch.protocol.board import Board
     from mlaunch.protocol.settings import Settings
     from mlaunch.warm.wire.zygote_messages import ZygoteState
