@@ -93,7 +93,11 @@ INSIDE = {
     "mlaunch.cli.parser": "test_completion",
     "mlaunch.agent.kept.one_of_several": "test_an_exception_on_one_machine_leaves_them_in_step",
     "mlaunch.agent.prepared": "test_a_prepared_launch_serves_other_functions_arguments_and_command_lines",
+    "mlaunch.agreed_stop.command": "test_the_flags_of_options",
+    "mlaunch.base.failure_data": "test_a_rank_that_fails",
     "mlaunch.base.misuse": "test_only_functions_can_be_decorated",
+    "mlaunch.base.ported_names": "test_a_name_of_another_launcher_says_what_to_use",
+    "mlaunch.base.schema": "test_a_rank_that_fails",
     "mlaunch.caller.debugging.asking": "test_the_lines_may_come_from_a_program",
     "mlaunch.caller.debugging.debugged_handle": "test_the_lines_may_come_from_a_program",
     "mlaunch.rank.debugging.debugger": "test_the_lines_may_come_from_a_program",
@@ -162,6 +166,7 @@ INSIDE = {
     "mlaunch.engines.caller.placement": "test_machines_that_are_held",
     "mlaunch.forkserver.devices": "test_devices_are_counted_in_a_process_of_their_own",
     "mlaunch.launch": "test_the_modules_that_are_commands",
+    "mlaunch.protocol.import_variables": "test_values_come_by_rank_and_the_processes_stay",
     "mlaunch.protocol.messages.kept_messages": "test_values_come_by_rank_and_the_processes_stay",
     "mlaunch.protocol.messages.prepared_messages": "test_the_next_call_takes_what_was_prepared_and_each_call_gets_"
     "other_processes",
@@ -196,6 +201,10 @@ INSIDE = {
     "mlaunch.rank.joining.become_rank": "test_join_refuses",
     "mlaunch.compat.rank.join": "test_join_refuses",
     "mlaunch.rank.for_users.logs": "test_the_rank_zero_filter",
+    "mlaunch.events.caller.call_events": "test_a_function_hears_of_each",
+    "mlaunch.events.caller.sinks": "test_a_function_hears_of_each",
+    "mlaunch.events.caller.spans": "test_spans_of_opentelemetry",
+    "mlaunch.events.command": "test_the_flags_of_options",
     "mlaunch.leases.caller.circles": "test_a_circle_is_refused_as_it_closes",
     "mlaunch.rank.whole": "test_values_come_by_rank_and_the_processes_stay",
     "mlaunch.rank.setup.main_module": "test_closures_lambdas_and_local_classes_travel",
@@ -215,6 +224,7 @@ INSIDE = {
 # is tried by test_lacking_torch_parts.py, in processes from which its names are taken.
 FRESH = {"mlaunch.engines.member.main", "mlaunch.warm.caller.zygote_upkeep", "mlaunch.warm.wire.zygote_messages"}
 FRESH |= {"mlaunch.rank.debugging.visit", "mlaunch.warm.wire.inherited"}
+FRESH |= {"mlaunch.leases.caller.remnants"}  # with a library of its own in place of the driver's
 FRESH |= {"mlaunch.profile.member"}  # of a profile on machines: torch's profiler alone takes seconds to import
 FRESH |= {f"mlaunch.torch_parts.{name}" for name in ("lacking", "recorder")}
 FRESH |= {f"mlaunch.warm.server.{name}" for name in ("takeover", "zygote", "zygote_start")}
