@@ -58,9 +58,9 @@ def by_name() -> dict[str, dist.ProcessGroup]:
     if world is None:
         default = _c10d().GroupMember.WORLD
         return {} if default is None else {str(default.group_name): default}
-    names = world.pg_names
-    # A copy: another thread may make or destroy a group meanwhile.
-    return {names[group]: group for group in list(world.pg_map)}
+    names, ranks = world.pg_names, world.pg_group_ranks
+    # A copy: another thread may make or destroy a group meanwhile. Of one that is half made torch knows no ranks yet.
+    return {names[group]: group for group in list(world.pg_map) if group in names and group in ranks}
 
 
 def everyone() -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +15,7 @@ from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.control_messages import TellNumbers, TellTurns, Told
 from mlaunch.rank import control
+from mlaunch.torch_parts import process_groups
 from tests.conftest import TORCH
 from tests.processes import said_in_fork
 
@@ -94,3 +96,13 @@ def test_a_rank_that_answers_nothing_is_asked_for_days() -> None:
     questions.forget(0)
     for end in (ours, theirs):
         end.close()
+
+
+def test_a_group_that_is_half_made_is_none_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread asks for groups while the main thread makes one, and would end by an error of torch's."""
+    world = SimpleNamespace(
+        pg_map=dict.fromkeys(["made", "half made", "destroyed"]), pg_names={"made": "0", "half made": "1"},
+        pg_group_ranks={"made": {0: 0}},
+    )  # fmt: skip
+    monkeypatch.setattr(process_groups, "_world", lambda: world)
+    assert process_groups.by_name() == {"0": "made"}
