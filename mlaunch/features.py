@@ -22,6 +22,7 @@ class Feature:
         servers: It may have a fork server at hand, before a fresh interpreter is started.
         variable: Of the environment, which asks for it; "0" is as good as none.
         processes: Those besides the caller that make a part of its section: "rank", "member".
+        visited: Commands may ask its part in an agent for something.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Feature:
     servers: bool = False
     variable: str = ""
     processes: tuple[str, ...] = ()
+    visited: bool = False
 
 
 _STOP_GRACE = 300.0  # seconds, unless the options say something else
@@ -62,7 +64,7 @@ FEATURES = (
     Feature("cells", (), _never),
     Feature("compat", (), _never),
     Feature("engines", (), _never),
-    Feature("agreed_stop", ("stop_on", "stop_grace"), _wants_stop),
+    Feature("agreed_stop", ("stop_on", "stop_grace"), _wants_stop, visited=True),
     Feature(
         "events",
         ("events",),

@@ -144,7 +144,7 @@ def _word_of(visitor: socket.socket) -> bytes:
     with contextlib.suppress(OSError):
         word = visitor.recv(_WORD_LIMIT)
         attaches = word.startswith(ATTACH) and word.removeprefix(ATTACH).isdigit()
-        asks = word.startswith(ASK) and word.removeprefix(ASK) in {feature.name.encode() for feature in FEATURES}
+        asks = word.startswith(ASK) and word.removeprefix(ASK) in {one.name.encode() for one in FEATURES if one.visited}
         return word if word in _WORDS or attaches or asks else b""
     return b""
 

@@ -17,7 +17,7 @@ from mlaunch.base.text import in_two_units
 from mlaunch.caller import running_launches
 from mlaunch.cli import main, ps_and_stacks
 from mlaunch.protocol import registry
-from mlaunch.protocol.visitors import END, STATUS, Reception, answer
+from mlaunch.protocol.visitors import ASK, END, STATUS, Reception, answer
 from tests import launches
 
 LIMIT = 60.0  # seconds
@@ -173,3 +173,20 @@ def test_a_launch_that_does_not_answer_is_left_out(monkeypatch: pytest.MonkeyPat
 )
 def test_durations(seconds: float, words: str) -> None:
     assert in_two_units(seconds) == words
+
+
+def test_what_no_part_of_a_feature_answers_is_sent_away() -> None:
+    """An agent that looked for that part would end, and its launch with it."""
+    environ = {"XDG_RUNTIME_DIR": os.environ["XDG_RUNTIME_DIR"]}
+    reception = Reception(environ, "asked")
+    reception.open()
+    for name in (b"profile", b"leases", b"nothing", b""):
+        visitor = registry.connect(environ, "asked")
+        assert visitor is not None
+        with visitor:
+            visitor.send(ASK + name)
+            while not linux.wait_readable([visitor.fileno()], 0.0):
+                taken = reception.take(linux.wait_readable(reception.fds(), LIMIT))
+                assert (taken, reception.take_request()) == ([], None)
+            assert visitor.recv(1) == b""
+    reception.close()
