@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -75,8 +77,29 @@ def test_a_stall_is_an_event() -> None:
 
     with pytest.raises(RuntimeError, match="made no progress"):
         launcher(wait, 1, device_type="cpu", stall="0.2 stop", events=events.append)()
-    failure = next(event["failure"] for event in events if event["event"] == "failure")
-    assert failure["kind"] == "stalled"
+    stall, failure = (next(event for event in events if event["event"] == kind) for kind in ("stall", "failure"))
+    schema.check(stall, "event")
+    assert (failure["failure"]["kind"], events.index(stall) < events.index(failure)) == ("stalled", True)
+    assert stall["text"] in failure["failure"]["text"]
+
+
+def test_an_agreed_stop_is_an_event() -> None:
+    events: list[dict[str, Any]] = []
+
+    def train(caller: int) -> str:
+        import mlaunch
+
+        for step in itertools.count(1):
+            if step == 2:
+                os.kill(caller, signal.SIGUSR1)
+            if reason := mlaunch.stopping():
+                return reason
+        raise AssertionError
+
+    assert launcher(train, 1, device_type="cpu", stop_on="USR1", events=events.append)(os.getpid()) == ["USR1"]
+    (stop,) = [event for event in events if event["event"] == "stop"]
+    schema.check(stop, "event")
+    assert (stop["reason"], stop["step"] > 1, stop["asked"] <= stop["at"]) == ("USR1", True, True)
 
 
 def test_a_function_that_raises_ends_no_launch(caplog: pytest.LogCaptureFixture) -> None:
@@ -112,7 +135,11 @@ def test_what_is_no_listener(tmp_path: Path) -> None:
     for wrong, kind, words in (
         (3, TypeError, r"events=3: allowed: a function, the path of a file, 'otel', or None"),
         ("", ValueError, r"events='': allowed: a function"),
-        (str(tmp_path / "no" / "file"), OSError, r"events='.*/no/file': No such file or directory"),
+        (
+            str(tmp_path / "no" / "file"),
+            OSError,
+            r"events='.*/no/file' cannot be opened \(No such file or directory\); give",
+        ),
     ):
         with pytest.raises(kind, match=words):
             launcher(int, 1, device_type="cpu", events=wrong)()  # type: ignore[arg-type]

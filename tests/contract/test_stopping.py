@@ -378,7 +378,7 @@ def test_mlaunch_stop(tmp_path: Path, now: bool, capsys: pytest.CaptureFixture[s
 
     def ask() -> None:
         Path(path).read_text()
-        while launches.command("stop", *["--now"] * now):  # it listens some moments after its start
+        while launches.command("stop", *["--now", "--json"] * now):  # it listens some moments after its start
             os.sched_yield()
 
     thread = threading.Thread(target=ask)
@@ -391,7 +391,12 @@ def test_mlaunch_stop(tmp_path: Path, now: bool, capsys: pytest.CaptureFixture[s
         first, second = ours()
         assert first == second
     thread.join()
-    assert f"{'ending' if now else 'stopping'} " in capsys.readouterr().out
+    if now:
+        (ended,) = json.loads(capsys.readouterr().out)
+        schema.check(ended, "launch_that_was_ended")
+        assert ended["asked"] == "end"
+    else:
+        assert "stopping " in capsys.readouterr().out
 
 
 def work(caller: int, at: int, in_step: bool, path: str) -> tuple[int, str]:

@@ -83,7 +83,7 @@ class DebuggedHandle(LaunchHandle):
             self.agent.try_send(HoldDeadline(self._holds))
         if self._prompts.quit is not None and not self._is_ending:
             rank, place = self._prompts.quit
-            self.end_stalled(failures.from_debugger(rank, notebook.short_place(place)))
+            self.end_for(failures.from_debugger(rank, notebook.short_place(place)))
 
     # What the user says
 

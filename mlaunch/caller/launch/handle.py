@@ -177,8 +177,8 @@ class LaunchHandle:
         """Tells whether all ranks have returned, so that it is too late to end it."""
         return len(self.outcome.values) + len(self.outcome.silent) >= self.spec.local_world_size
 
-    def end_stalled(self, failure: RankFailure) -> None:
-        """Asks for its end, as its ranks get nowhere."""
+    def end_for(self, failure: RankFailure) -> None:
+        """Ask for its end because of this failure, which is no rank's."""
         self.outcome.failures.append(failure)
         self.ask_to_end()
 
@@ -272,7 +272,9 @@ class LaunchHandle:
         elif isinstance(record, StatusTold):
             failure = self._stall.take(record.number, visitors.read_status(fds[0])["ranks"])
             if failure is not None and not self.outcome.failed:
-                self.end_stalled(failure)
+                if self.parts is not None:
+                    self.parts.noticed(Stalled(failure.what))
+                self.end_for(failure)
         elif isinstance(record, Waiting):
             self.waiting = record.text
         elif isinstance(record, Visited):

@@ -53,7 +53,10 @@ class FileSink(EventSink):
         try:
             self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            raise OSError(error.errno, f"{spell('events', os.fspath(path))}: {error.strerror}") from None
+            what = (
+                f"{spell('events', os.fspath(path))} cannot be opened ({error.strerror}); give the path of a file that"
+            )
+            raise OSError(error.errno, f"{what} this process may write, in a directory that is there") from None
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1
