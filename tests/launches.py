@@ -179,7 +179,7 @@ def ask(word: str, launch: str = "", *, patient: bool = False) -> list[dict[str,
 
     ``word``: "status", "stacks", "why", "watch"; "stop" and "end" end them. ``patient``: wait as long as it takes.
     """
-    said = import_module("mlaunch.agreed_stop.wire").STOP if word == "stop" else word.encode()
+    said = import_module("mlaunch.agreed_stop.command").STOP if word == "stop" else word.encode()
     return running_launches.ask(said, launch, patient=patient)
 
 

@@ -1,14 +1,17 @@
-"""``--stop-on`` and ``--stop-grace`` of ``mlaunch run``."""
+"""``--stop-on`` and ``--stop-grace`` of ``mlaunch run``, and the word of ``mlaunch stop``."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
+from mlaunch.agreed_stop.wire import NAME
 from mlaunch.base import signals
 from mlaunch.cli.checks import UsageError, seconds_of
+from mlaunch.protocol.visitors import ASK
 
 GROUP = "failure and end"
+STOP = ASK + NAME.encode()  # what ``mlaunch stop`` says to a launch
 
 
 def add(_flags: object, group: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mlaunch.agreed_stop.wire import STOP
+from mlaunch.agreed_stop.command import STOP
 from mlaunch.base import linux
 from mlaunch.base.confinement import confinement, is_filtered, rights_lacking
 from mlaunch.base.exceptions import LaunchError

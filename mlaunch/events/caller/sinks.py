@@ -14,8 +14,8 @@ from mlaunch.core.parts import Spell
 class EventSink:
     """Takes the events of one call."""
 
-    def __init__(self) -> None:
-        self._broken = False
+    def __init__(self, asked: str = "events=") -> None:
+        self._asked, self._broken = asked, False
 
     def take(self, event: Mapping[str, Any]) -> None:
         if self._broken:
@@ -24,8 +24,8 @@ class EventSink:
             self._take(event)
         except Exception as error:  # whatever a user's callable may raise
             self._broken = True
-            log.warning("events=: %s: %s. The launch continues, and its later events are dropped", type(error).__name__,
-                        error)  # fmt: skip
+            words = "%s: %s: %s. The launch continues, and its later events are dropped"
+            log.warning(words, self._asked, type(error).__name__, error)
 
     def close(self) -> None:
         """Give up what it holds."""
@@ -46,17 +46,16 @@ class CallableSink(EventSink):
 
 
 class FileSink(EventSink):
-    """Adds a line of JSON to a file, which several launches may share: each line is written at once."""
+    """Adds a line of JSON to a file, which several launches may share: each line is written at one go."""
 
     def __init__(self, path: str | os.PathLike[str], spell: Spell) -> None:
-        super().__init__()
+        super().__init__(spell("events", os.fspath(path)))
         try:
             self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            what = (
-                f"{spell('events', os.fspath(path))} cannot be opened ({error.strerror}); give the path of a file that"
-            )
-            raise OSError(error.errno, f"{what} this process may write, in a directory that is there") from None
+            lacks = f"{self._asked} cannot be opened ({error.strerror})"
+            need = "give the path of a file that this process may write, in a directory that is there"
+            raise OSError(error.errno, f"{lacks}; {need}") from None
 
     def close(self) -> None:
         fd, self._fd = self._fd, -1
@@ -64,4 +63,6 @@ class FileSink(EventSink):
             os.close(fd)
 
     def _take(self, event: Mapping[str, Any]) -> None:
-        os.write(self._fd, f"{json.dumps(event)}\n".encode())
+        line = f"{json.dumps(event)}\n".encode()
+        while line:  # a full disk takes a part, and says so at the rest
+            line = line[os.write(self._fd, line) :]
