@@ -11,7 +11,7 @@ from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.output_plan import output_plan
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.caller.server.prepared_launch import preparation
-from mlaunch.core.parts import Grant
+from mlaunch.core.grants import Grant
 
 
 def prepare(server: ForkServer, options: Options) -> None:

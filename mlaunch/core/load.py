@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from mlaunch.caller.options.launch_options import Options
     from mlaunch.caller.server.fork_server import ForkServer
     from mlaunch.caller.server.start_server import Interpreter
-    from mlaunch.core.parts import CallerPart, Delay, Grant, MachinePart, RankPart, Spell, Tell
+    from mlaunch.core.grants import Delay, Grant
+    from mlaunch.core.parts import CallerPart, MachinePart, RankPart, Spell, Tell
     from mlaunch.protocol.spec import LaunchSpec
 
 

@@ -34,49 +34,12 @@ from mlaunch.base.frozen_record import frozen_record
 
 if TYPE_CHECKING:
     from mlaunch.caller.launch.settle import Ended
-    from mlaunch.caller.options.launch_options import Options
     from mlaunch.caller.server.fork_server import ForkServer
+    from mlaunch.core.grants import Delay, Grant
     from mlaunch.protocol.spec import LaunchSpec
 
 Spell = Callable[[str, object], str]  # an option and its value as the user gave them: "profile='a'", "--profile a"
 Tell = Callable[[str], None]  # shows the user a sentence
-
-
-@frozen_record
-class Grant:
-    """What an attempt may use, once it need not wait any more.
-
-    Attributes:
-        options: The launch's, with what was chosen for it.
-        environ: Its ranks'.
-        of_call: Variables in ``environ`` that only this call knows: a launch that was prepared learns them with it.
-        held: Descriptors that the launch's processes hold as long as they live: nobody else has what these stand for.
-        give_back: Closes this process's copies of what is held.
-        more: Others wait for the same.
-    """
-
-    options: Options
-    environ: Mapping[str, str]
-    of_call: tuple[str, ...] = ()
-    held: Sequence[int] = ()
-    give_back: Callable[[], object] = bool
-    more: bool = False
-
-
-@frozen_record
-class Delay:
-    """What a part waits for: one of the descriptors, or the seconds.
-
-    Attributes:
-        text: Who waits for what, for people: "train() waits for 2 of devices 0-7, after ...".
-        row: What it is about to wait for, by name. Where one process has many calls that want the same, one at a time
-            goes on from here.
-    """
-
-    text: str = ""
-    fds: Sequence[int] = ()
-    timeout: float | None = None
-    row: tuple[str, ...] = ()
 
 
 @frozen_record

@@ -14,7 +14,7 @@ from mlaunch.cli.checks import UsageError, at_least
 if TYPE_CHECKING:
     from mlaunch.caller.server.fork_server import ForkServer
     from mlaunch.cli.job import Job
-    from mlaunch.core.parts import Grant
+    from mlaunch.core.grants import Grant
 
 GROUP = "how many ranks, and where"
 
@@ -46,8 +46,8 @@ def take(job: Job, server: ForkServer, environ: dict[str, str], tell: Callable[[
     """Returns the job on what it has got, and that; at once for one without a lease."""
     from mlaunch.caller.launch.call import acquired  # which most commands do not need
     from mlaunch.caller.options.launch_options import Options
+    from mlaunch.core.grants import Grant
     from mlaunch.core.load import CallerParts
-    from mlaunch.core.parts import Grant
 
     options = Options(n_gpus=job.lease, devices=job.devices if job.lease else None, lease=job.lease is not None)
     try:

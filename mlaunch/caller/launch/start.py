@@ -23,7 +23,7 @@ from mlaunch.protocol.messages.prepared_messages import BeginCall, details_of
 from mlaunch.protocol.spec import LaunchSpec
 
 if TYPE_CHECKING:
-    from mlaunch.core.parts import Grant
+    from mlaunch.core.grants import Grant
     from mlaunch.protocol.messages.channels import AgentsEnd, LaunchersEnd
 
 

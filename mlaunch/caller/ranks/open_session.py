@@ -20,7 +20,7 @@ from mlaunch.caller.ranks.session import RanksLaunch
 from mlaunch.caller.ranks.stay_rules import StayRules
 from mlaunch.caller.report.history import History
 from mlaunch.caller.server.warm import warm_server
-from mlaunch.core.parts import Grant
+from mlaunch.core.grants import Grant
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import Context
 

@@ -16,7 +16,7 @@ from mlaunch.base import linux
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.log import log
 from mlaunch.base.text import in_bytes, ranges
-from mlaunch.core.parts import Delay
+from mlaunch.core.grants import Delay
 from mlaunch.leases.caller import other_programs
 
 # Seconds. What takes longer is stuck in the driver, maybe for ever, and a launch that needs less memory can run.

@@ -14,7 +14,8 @@ from mlaunch.base.text import ranges
 from mlaunch.caller.launch import device_choice
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.server.fork_server import ForkServer
-from mlaunch.core.parts import CallerPart, Delay, Grant, Spell
+from mlaunch.core.grants import Delay, Grant
+from mlaunch.core.parts import CallerPart, Spell
 from mlaunch.leases.caller import other_programs, remnants
 from mlaunch.leases.caller.acquisition import Acquisition, DeviceLease, Wish
 from mlaunch.leases.caller.lease_directory import place

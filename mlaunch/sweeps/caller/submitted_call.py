@@ -28,8 +28,8 @@ from mlaunch.caller.output.output_plan import OutputPlan, output_plan, place_of,
 from mlaunch.caller.report.history import History
 from mlaunch.caller.server.fork_server import ForkServer, ServerGoneError
 from mlaunch.caller.server.warm import warm_server
+from mlaunch.core.grants import Grant
 from mlaunch.core.load import CallerParts, room
-from mlaunch.core.parts import Grant
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.sweeps.caller.report_log import in_words
