@@ -63,6 +63,7 @@ def _given(option: str) -> Callable[[Mapping[str, Any]], bool]:
 FEATURES = (
     Feature("cells", (), _never),
     Feature("compat", (), _never),
+    Feature("display", (), _never),
     Feature("engines", (), _never),
     Feature("agreed_stop", ("stop_on", "stop_grace"), _wants_stop, visited=True),
     Feature(

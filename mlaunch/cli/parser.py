@@ -52,7 +52,7 @@ def mlaunch_parser(run: argparse.ArgumentParser | None = None) -> argparse.Argum
 
 def _add_command_of(feature: str, commands: ps_and_stacks.Commands) -> None:
     """Add a feature's own command; where the feature is not there, one that says so."""
-    if (module := load.command(feature)) is not None:
+    if (module := load.at_hand(feature, "command")) is not None:
         module.add_command(commands)
         return
 

@@ -112,7 +112,7 @@ def _ps(args: argparse.Namespace) -> int:
 
 def _rows_of(feature: str) -> tuple[list[str], str]:
     """Returns a feature's lines, and why that cannot be told; "" if it can, or there is no such feature."""
-    found = load.command(feature)
+    found = load.at_hand(feature, "command")
     try:
         return ([] if found is None else found.rows(os.environ)), ""
     except OSError as error:

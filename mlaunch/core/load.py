@@ -146,6 +146,16 @@ def room(feature: str, process: str, asked: str) -> Any:
         ) from None
 
 
+def at_hand(feature: str, process: str) -> Any:
+    """Return a feature's module for a process; None if there is none."""
+    try:
+        return module_of(feature, process)
+    except ModuleNotFoundError as error:
+        if error.name not in {f"mlaunch.{feature}", f"mlaunch.{feature}.{process}"}:
+            raise
+    return None
+
+
 def module_of(feature: str, process: str) -> Any:
     """Return a feature's module for a process, where something of the feature is under way."""
     return importlib.import_module(f"mlaunch.{feature}.{process}")
@@ -217,19 +227,9 @@ class MachineParts:
                 yield name, news
 
 
-def command(feature: str) -> Any:
-    """Return the module that has a feature's flags or commands; None if it is not there."""
-    try:
-        return module_of(feature, "command")
-    except ModuleNotFoundError as error:
-        if not str(error.name).startswith(f"mlaunch.{feature}"):
-            raise
-    return None
-
-
 def commands() -> Mapping[str, Any]:
     """Return the module that has a feature's flags, for each feature that is there and has some."""
-    found = {feature.name: command(feature.name) for feature in FEATURES if feature.options}
+    found = {feature.name: at_hand(feature.name, "command") for feature in FEATURES if feature.options}
     return {name: module for name, module in found.items() if module is not None}
 
 

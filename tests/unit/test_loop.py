@@ -118,7 +118,7 @@ INSIDE = {
     "mlaunch.caller.output.files": "test_files",
     "mlaunch.caller.output.outlet": "test_strange_bytes",
     "mlaunch.caller.report.records": "test_the_report_of_a_call",
-    "mlaunch.caller.report.timeline": "test_the_report_of_a_call",
+    "mlaunch.display.caller.timeline": "test_the_report_of_a_call",
     "mlaunch.cells.caller.cell_calls": "test_names_go_to_and_fro",
     "mlaunch.cells.kernel.magics": "test_the_magics",
     # Which thread drives it, and whether that is looked at, is chance.

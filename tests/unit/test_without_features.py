@@ -20,6 +20,7 @@ CALL = "mlaunch.launcher(print, 1, {})()"
 ASKS = {
     "agreed_stop": ("stop_on='TERM'", CALL.format("stop_on='TERM'")),
     "cells": ("cells on ranks", "mlaunch.Ranks(n_gpus=1).cell('1')"),
+    "display": ("to_svg()", "mlaunch.LaunchReport('f()', 'here', 0.1, 0, 1, ()).to_svg()"),
     "engines": (
         "--engine ssh:a",
         "import mlaunch.cli.run_command as run\nrun.main(['--engine', 'ssh:a', 'setup.cfg'])",

@@ -9,6 +9,7 @@ from typing import Any
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.text import name_ranks
 from mlaunch.caller.report.records import LaunchRecord
+from mlaunch.core import load
 
 
 @frozen_record
@@ -73,25 +74,23 @@ class LaunchReport(LaunchRecord):
         known = {name: getattr(self, name) for name in names}
         return {"schema": VERSION, "function": self.name, **known, "stopped": stopped, "ranks": ranks}
 
-    def _repr_html_(self) -> str:
-        from mlaunch.caller.report import timeline
-
-        return timeline.html(self)
+    def _repr_html_(self) -> str | None:
+        """Return a table and a timeline for a notebook, which prints the report if there is none."""
+        drawn = load.at_hand("display", "caller.timeline")
+        return None if drawn is None else str(drawn.html(self))
 
     def to_svg(self) -> str:
         """Returns the timeline as an SVG picture."""
-        from mlaunch.caller.report import timeline
-
-        return timeline.svg(self)
+        return str(_timeline("to_svg()").svg(self))
 
     def to_chrome_trace(self, path: str | os.PathLike[str]) -> None:
         """Writes the timeline for https://ui.perfetto.dev and chrome://tracing. OSError as for any file."""
-        from mlaunch.caller.report import timeline
-
-        timeline.write_trace(self, path)
+        _timeline("to_chrome_trace()").write_trace(self, path)
 
     def save_png(self, path: str | os.PathLike[str]) -> None:
         """Draws the timeline with matplotlib. ImportError without it (extra: notebook)."""
-        from mlaunch.caller.report import timeline
+        _timeline("save_png()").save_png(self, path)
 
-        timeline.save_png(self, path)
+
+def _timeline(asked: str) -> Any:
+    return load.room("display", "caller.timeline", asked)

@@ -1,0 +1,1 @@
+"""What is shown beyond plain lines, in notebooks and on terminals."""
