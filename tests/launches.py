@@ -54,8 +54,8 @@ _PATIENCE = {
     "places": "agent.inspection._PLACES_TIMEOUT",  # for ranks to say where they are
     "stacks": "agent.supervision.stopping.STACKS_TIMEOUT",  # for ranks that are stopped to say where they were
     "leaving": "agent.supervision.stopping._LEAVING_TIMEOUT",  # for released ranks to end
-    "first look": "caller.output.display._FIRST_LOOK_DELAY",  # before a line of progress
-    "word of a wait": "caller.output.display.SILENCE",
+    "first look": "display.caller.drawn_lines._FIRST_LOOK_DELAY",  # before a line of progress
+    "word of a wait": "caller.output.live.SILENCE",
     "merging": "caller.output.merging.WINDOW",  # for other ranks to say the same
     "end of an allocation": "engines.caller.slurm_allocation._END_TIMEOUT",
     "machines' answers": "engines.caller.launch.visitors_of_machines._PATIENCE",
@@ -350,7 +350,7 @@ def board_of(ranks: Ranks) -> Board | None:
 def status_lines(ranks: Ranks) -> list[str]:
     """The lines that show how far their present call is."""
     handle = ranks._set.session.handle
-    return import_module("mlaunch.caller.launch.status").status_lines(handle.outcome, handle.history, "")
+    return import_module("mlaunch.display.caller").status_lines(handle.outcome, handle.history, "")
 
 
 def driving_thread(ranks: Ranks) -> int | None:
@@ -488,18 +488,18 @@ def end_kept_servers() -> None:
 
 def show_progress_at(patch: pytest.MonkeyPatch, place: Callable[..., Any]) -> None:
     """Have calls show how far they are here, at once. ``place`` makes a place for lines that change."""
-    patch.setattr("mlaunch.caller.output.output_plan.area", place)
+    patch.setattr("mlaunch.caller.output.output_plan.live_place", place)
     be_patient(patch, "first look", 0.0)
 
 
 def show_sweeps_at(patch: pytest.MonkeyPatch, place: Callable[..., Any]) -> None:
     """The same, for sweeps."""
-    patch.setattr("mlaunch.sweeps.caller.sweep.area", place)
+    patch.setattr("mlaunch.sweeps.caller.sweep.live_place", place)
 
 
 def display_area(*, blocks: bool = True) -> Any:
     """The place of lines that change, where this process has one. ``blocks``: of a call that is waited for."""
-    return import_module("mlaunch.caller.output.display").area(blocks=blocks)
+    return import_module("mlaunch.caller.output.live").live_place(blocks=blocks)
 
 
 def source_of_calls() -> str:

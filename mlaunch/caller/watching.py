@@ -6,16 +6,20 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlaunch.caller.call_log import CallLog
 from mlaunch.caller.device_use import DeviceUse
 from mlaunch.caller.output.console import Console
-from mlaunch.caller.output.display import Area, Display, Notebook, Terminal, is_piped
+from mlaunch.caller.output.live import LiveLines
 from mlaunch.caller.report import notebook
 from mlaunch.caller.running_launches import ask, launches_of
 from mlaunch.caller.watch_rows import RankTable
+from mlaunch.core import load
 from mlaunch.protocol.visitors import WATCH
+
+if TYPE_CHECKING:
+    from mlaunch.display.caller.drawn_lines import Area, DrawnLines
 
 EVERY = 1.0  # seconds
 _REDRAWN = 0.1  # seconds
@@ -30,10 +34,11 @@ def watch_all(every: float, nothing: Callable[[], str]) -> None:
     """
     if not sys.stdout.isatty():
         raise OSError("ps --watch needs a terminal, and stdout is none; a program takes mlaunch ps --json")
-    if is_piped(2):
+    drawing = load.room("display", "caller", "mlaunch ps --watch")
+    if drawing.is_piped(2):
         raise OSError("ps --watch draws on the whole terminal, and so may the program that reads its stderr: send that "
                       "to a file (2>errors.txt)")  # fmt: skip
-    place, table = _terminal("mlaunch ps --watch"), _table()
+    place, table = _terminal(drawing, "mlaunch ps --watch"), _table()
     try:
         while True:
             launches = sorted(ask(WATCH), key=lambda launch: float(launch["age"]))
@@ -53,7 +58,7 @@ def watch_calls(name: str, log: CallLog) -> None:
         RuntimeError: There is neither.
         ImportError: On a terminal, without rich (extra: watch).
     """
-    display, table = Display(_place_for(f"{name}.watch()"), time.monotonic()), _table()
+    display, table = _place_for(f"{name}.watch()").lines(time.monotonic()), _table()
     lines: list[str] = []
     try:
         while launches := _launches(name, log):
@@ -63,7 +68,7 @@ def watch_calls(name: str, log: CallLog) -> None:
             _tell(f"mlaunch: no call of {name}() runs in this process\n")
     finally:
         state = "runs" if log.running else "has ended"
-        with Display.lock:
+        with LiveLines.lock:
             above = [] if notebook.is_here() else [""]  # a terminal leaves the first line out
             _tell(display.close([*above, *lines, f"{name}() {state}"]) if lines else "")
 
@@ -74,11 +79,11 @@ def _launches(name: str, log: CallLog) -> list[dict[str, Any]]:
     return found or [{}] * log.running
 
 
-def _show_for_a_while(display: Display, lines: list[str], log: CallLog) -> None:
+def _show_for_a_while(display: DrawnLines, lines: list[str], log: CallLog) -> None:
     """Draws them several times, since what is printed takes their place."""
     until = time.monotonic() + EVERY
     while (now := time.monotonic()) < until:
-        with Display.lock:
+        with LiveLines.lock:
             _tell(display.take_over() + display.draw(lines, now))
         if not log.running:  # a sweep's launches are counted there
             time.sleep(_REDRAWN)
@@ -91,23 +96,26 @@ def _table() -> RankTable:
 
 
 def _place_for(who: str) -> Area:
+    drawing = load.room("display", "caller", who)
     if notebook.is_here():
-        return Notebook()
+        found: Area = drawing.Notebook()
+        return found
     if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         raise RuntimeError(f"{who} needs a notebook, or a terminal as stderr; {who.removesuffix('watch()')}why() and "
                            f"mlaunch ps tell in text")  # fmt: skip
-    if is_piped(1):
+    if drawing.is_piped(1):
         raise RuntimeError(f"{who} draws on the terminal, and so may the program that reads stdout (| less): send that "
                            f"to a file, or ask {who.removesuffix('watch()')}why()")  # fmt: skip
-    return _terminal(who)
+    return _terminal(drawing, who)
 
 
-def _terminal(who: str) -> Terminal:
+def _terminal(drawing: Any, who: str) -> Area:
     try:
-        return Terminal()
+        found: Area = drawing.Terminal()
     except ImportError as error:
         raise ImportError(f"{who} draws on a terminal with rich, which is not installed: "
                           f"pip install 'mlaunch[watch]'") from error  # fmt: skip
+    return found
 
 
 def _tell(text: str) -> None:

@@ -18,7 +18,7 @@ nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
 print(json.dumps([[{"type": output["output_type"], "text": output.get("text", ""), "forms": [*output.get("data", {})]}
     for output in cell["outputs"]] for cell in notebook.cells]))
 """
-PATIENT = "from mlaunch.caller.output import display; display._FIRST_LOOK_DELAY = 60.0"
+PATIENT = "from mlaunch.display.caller import drawn_lines; drawn_lines._FIRST_LOOK_DELAY = 60.0"
 CELL = """
 from mlaunch import launcher
 def train():
@@ -83,14 +83,14 @@ ours = launcher(train, 1, progress=False)
 run = ours.submit()
 """
 WATCHING = """
-from mlaunch.caller import watching
-show, writers = watching.Display.draw, []
+from mlaunch.display.caller.drawn_lines import DrawnLines
+show, writers = DrawnLines.draw, []
 def draw(display, lines, now):
     if "in read_text at In[1]:8" in lines[-1] and not writers:
         writers.append(threading.Thread(target=go.write_text, args=["x"]))
         writers[0].start()
     return show(display, lines, now)
-watching.Display.draw = draw
+DrawnLines.draw = draw
 ours.watch()
 """
 

@@ -8,28 +8,29 @@ from typing import Any
 
 import pytest
 
-from mlaunch import Ranks, launcher
-from mlaunch.caller.launch import handle
-from mlaunch.caller.output import bars, display, harmless, output_plan
+from mlaunch import Ranks, display, launcher
+from mlaunch.caller.output import harmless, output_plan
 from mlaunch.caller.output.console import Console
 from mlaunch.caller.output.lines import LineSplitter, Tails, WriteTimes
 from mlaunch.caller.output.merging import Merger
 from mlaunch.caller.output.output_plan import LaunchNumber
+from mlaunch.display.caller import bars, drawn_lines
+from mlaunch.display.caller.drawn_lines import Area
 from mlaunch.sweeps.caller import sweep
 
 pytest.importorskip("torch", reason="its ranks need torch")
 
 
-class Place:
+class Place(Area):
     """An area that shows nothing."""
 
-    def show(self, _text: str) -> str:
+    def show(self, text: str) -> str:  # noqa: ARG002
         return ""
 
     def hide(self) -> str:
         return ""
 
-    def close(self, _lines: list[str]) -> str:
+    def close(self, lines: list[str]) -> str:  # noqa: ARG002
         return ""
 
     def forget(self) -> None: ...
@@ -51,16 +52,16 @@ def work(value: int) -> int:
 
 AREA = [(Place, name) for name in ("show", "hide", "close", "forget")]
 LINES = [(LineSplitter, "feed"), (LineSplitter, "end"), (WriteTimes, "cut"), (Tails, "add"), (Tails, "of_ranks")]
-WAYS = [(Merger, "add"), (Merger, "take"), (bars, "line"), (handle, "status_lines"), (LaunchNumber, "label")]
+WAYS = [(Merger, "add"), (Merger, "take"), (bars, "line"), (display.caller, "status_lines"), (LaunchNumber, "label")]
 FINISHING = [(Console, "finish"), (Console, "wait")]
 
 
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines change from the beginning of each call, in an area."""
-    monkeypatch.setattr(display, "_FIRST_LOOK_DELAY", 0.0)
-    monkeypatch.setattr(output_plan, "area", lambda **_: Place())
-    monkeypatch.setattr(sweep, "area", lambda **_: Place())
+    monkeypatch.setattr(drawn_lines, "_FIRST_LOOK_DELAY", 0.0)
+    monkeypatch.setattr(output_plan, "live_place", lambda **_: Place())
+    monkeypatch.setattr(sweep, "live_place", lambda **_: Place())
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: Callable[[], object]) -> object:

@@ -17,12 +17,13 @@ import pytest
 
 from mlaunch.base import linux
 from mlaunch.caller.output import relay
-from mlaunch.caller.output.bars import line
-from mlaunch.caller.output.display import Display, StartingLine
 from mlaunch.caller.output.lines import LINE_LIMIT, LineSplitter, Tails, WriteTimes
+from mlaunch.caller.output.live import LiveLines, StartingLine
 from mlaunch.caller.output.merging import WINDOW, Merger
 from mlaunch.caller.output.output_plan import OutputPlan, Policy
 from mlaunch.caller.output.relay import Relay
+from mlaunch.display.caller.bars import line
+from mlaunch.display.caller.drawn_lines import Area
 from mlaunch.protocol.board import Board, Loop
 from mlaunch.rank.setup.process import StampedFile
 
@@ -200,7 +201,7 @@ def test_the_bar_of_all_ranks_names_the_slowest() -> None:
     assert "rank 10 is 6 behind" in text
 
 
-class Place:
+class Place(Area):
     """Where lines are replaced."""
 
     def __init__(self) -> None:
@@ -221,7 +222,7 @@ class Place:
 
 def test_launches_at_the_same_time_do_not_draw_over_each_other() -> None:
     first, second = Place(), Place()
-    displays = [Display(place, 0.0) for place in (first, second)]
+    displays = [place.lines(0.0) for place in (first, second)]
     for display in displays:
         display.draw(["line"], 1.0)
     assert (first.shown, second.shown) == (["line"], [])
@@ -238,7 +239,7 @@ def test_where_all_output_was_cleared_who_draws_begins_anew() -> None:
             self.shown.clear()
 
     cell = Cell()
-    drawing, other = Display(cell, 0.0), Display(None, 0.0)
+    drawing, other = cell.lines(0.0), LiveLines()
     other.forget()
     drawing.draw(["line"], 1.0)
     other.forget()
@@ -251,7 +252,7 @@ def test_a_launch_that_prints_makes_room_where_another_draws() -> None:
         def hide(self) -> str:
             return f"hidden after {self.shown}"
 
-    first, second = Display(Terminal(), 0.0), Display(None, 0.0)
+    first, second = Terminal().lines(0.0), LiveLines()
     assert second.make_room() == ""
     first.draw(["line"], 1.0)
     assert second.make_room() == "hidden after ['line']"
@@ -264,7 +265,7 @@ def test_the_starting_line_makes_way_for_the_launch() -> None:
     with StartingLine("train()", place) as line:
         line.show()
     assert place.left == []
-    launch = Display(place, 0.0)
+    launch = place.lines(0.0)
     launch.draw(["train()  0:02  running"], 2.0)
     launch.close([])
     assert place.shown == ["train()  starting: importing torch", "train()  0:02  running"]
@@ -293,10 +294,10 @@ def test_a_place_that_breaks_is_free_again() -> None:
             super().close(lines)
             raise BrokenPipeError
 
-    display, place = Display(Broken(), 0.0), Place()
+    display, place = Broken().lines(0.0), Place()
     display.draw(["line"], 1.0)
     display.close([])
-    later = Display(place, 0.0)
+    later = place.lines(0.0)
     later.draw(["line"], 2.0)
     later.close([])
     assert place.shown == ["line"]

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from mlaunch.caller.launch.status import status_lines
-from mlaunch.caller.output import bars
 from mlaunch.caller.report.history import History
 from mlaunch.cli import ps_and_stacks
+from mlaunch.display.caller import bars
+from mlaunch.display.caller.launch_lines import status_lines
 from mlaunch.protocol.board import Board, Loop
 from mlaunch.protocol.messages.launch_messages import Phase
 

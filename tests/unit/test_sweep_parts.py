@@ -12,8 +12,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from mlaunch.caller.output.display import Display
-from mlaunch.caller.output.shared_area import AreaPart, SharedArea
+from mlaunch.display.caller.shared_area import SharedArea
 from mlaunch.sweeps.caller import run_future, trial_arguments
 from mlaunch.sweeps.caller.launch_loop import loop
 from mlaunch.sweeps.caller.submitted_call import Need, Steps
@@ -71,8 +70,8 @@ def test_labels_say_what_differs() -> None:
 def test_launches_that_share_a_place_leave_it_together() -> None:
     place, other = Place(), Place()
     whole = SharedArea(place, lambda: "2 in all", 0.0)
-    second, first = Display(AreaPart(whole, 1), 9.0), Display(AreaPart(whole, 0), 9.0)
-    stranger = Display(other, 9.0)
+    second, first = whole.part(1).lines(9.0), whole.part(0).lines(9.0)
+    stranger = other.lines(9.0)
     assert first.due == 0.5  # the first look at the whole
     for display, line in ((second, "second"), (first, "first"), (stranger, "line")):
         display.draw([line], 1.0)
@@ -81,7 +80,7 @@ def test_launches_that_share_a_place_leave_it_together() -> None:
     stranger.draw(["line"], 2.0)
     assert (place.shown[-1], other.shown) == ("second\n2 in all", [])
     second.close(["last"])
-    later = Display(other, 9.0)
+    later = other.lines(9.0)
     later.draw(["line"], 3.0)
     later.close([])
     assert (place.left, other.shown) == (["2 in all"], ["line"])

@@ -10,23 +10,23 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlaunch.caller.output import display
+from mlaunch.display.caller import areas
 
 
 @pytest.fixture
-def terminal() -> display.Terminal:
+def terminal() -> areas.Terminal:
     pytest.importorskip("rich", reason="rich is not installed (extra: watch)")
-    return display.Terminal()
+    return areas.Terminal()
 
 
-def test_after_a_stop_lines_are_drawn_below_what_the_shell_has_written(terminal: display.Terminal) -> None:
+def test_after_a_stop_lines_are_drawn_below_what_the_shell_has_written(terminal: areas.Terminal) -> None:
     before = signal.getsignal(signal.SIGCONT)
     assert "\x1b[?25l" not in terminal.show("first\nsecond")
     assert "\x1b[1A" in terminal.show("first\nthird")
     signal.raise_signal(signal.SIGCONT)
     assert terminal.hide() == "\r\x1b[2K"
     terminal.show("first\nfourth")
-    display.Terminal().close([])  # another one, as that of a start, ends
+    areas.Terminal().close([])  # another one, as that of a start, ends
     signal.raise_signal(signal.SIGCONT)
     assert re.fullmatch(r"\r\x1b\[2Kfirst *\nfifth *", terminal.show("first\nfifth"))
     assert terminal.close([])
@@ -37,17 +37,17 @@ def test_lines_of_a_log_do_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though a CI's job may have a terminal."""
     pytest.importorskip("rich", reason="rich is not installed (extra: watch)")
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: True, fileno=lambda: 2))
-    monkeypatch.setattr(display, "is_piped", lambda _fd: False)
+    monkeypatch.setattr(areas, "is_piped", lambda _fd: False)
     monkeypatch.setenv("TERM", "xterm")
     found = []
     for value in ("true", "1", "false", ""):
         monkeypatch.setenv("CI", value)
-        found.append(display.area())
+        found.append(areas.area())
     assert found[:2] == [None, None]
     assert None not in found[2:]
 
 
-def test_a_handler_of_the_users_for_the_end_of_a_stop_stays(terminal: display.Terminal) -> None:
+def test_a_handler_of_the_users_for_the_end_of_a_stop_stays(terminal: areas.Terminal) -> None:
     found: list[int] = []
     before = signal.signal(signal.SIGCONT, lambda number, _: found.append(number))
     try:
@@ -59,7 +59,7 @@ def test_a_handler_of_the_users_for_the_end_of_a_stop_stays(terminal: display.Te
         signal.signal(signal.SIGCONT, before)
 
 
-def test_nothing_is_drawn_in_the_background(terminal: display.Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_drawn_in_the_background(terminal: areas.Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shell's prompt is where it would be drawn."""
     monkeypatch.setattr(os, "tcgetpgrp", lambda _fd: os.getpgrp() + 1)
     assert terminal.show("first") == terminal.hide() == ""
@@ -73,12 +73,12 @@ def test_no_lines_that_change_where_a_program_reads_stdout(monkeypatch: pytest.M
     pytest.importorskip("rich", reason="rich is not installed (extra: watch)")
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(isatty=lambda: True))
     monkeypatch.setenv("TERM", "xterm")
-    assert isinstance(display.area(), display.Terminal)
+    assert isinstance(areas.area(), areas.Terminal)
     before = os.dup(1)
     readable, writable = os.pipe()
     try:
         os.dup2(writable, 1)
-        assert display.area() is None
+        assert areas.area() is None
     finally:
         os.dup2(before, 1)
         for fd in (before, readable, writable):

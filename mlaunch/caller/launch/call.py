@@ -29,7 +29,7 @@ from mlaunch.caller.launch.restarts import with_restarts
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.launch.start import start
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.output.display import StartingLine
+from mlaunch.caller.output.live import StartingLine
 from mlaunch.caller.output.output_plan import output_plan, place_of, with_directory
 from mlaunch.caller.report.history import History
 from mlaunch.caller.server import start_server

@@ -24,7 +24,7 @@ from mlaunch.caller.interrupts import EndSignal
 from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.launch.settle import Ended, add_note, settle
 from mlaunch.caller.launch.stall_watch import Stalled, StallWatch
-from mlaunch.caller.launch.status import status_lines, words_on
+from mlaunch.caller.launch.status import words_on
 from mlaunch.caller.launch.watchdog import Backing, Killed, Limits, remove_names
 from mlaunch.caller.output.relay import Events, Relay
 from mlaunch.caller.report.history import History
@@ -90,7 +90,12 @@ class LaunchHandle:
             self.parts.noticed(Stalled(what))
 
     def _status(self) -> list[str]:
-        first, *others = status_lines(self.outcome, self.history, self.waiting, over=self.over)
+        """Say how far the launch is, where lines change."""
+        from mlaunch.core.load import module_of  # which most launches do not need
+
+        first, *others = module_of("display", "caller").status_lines(
+            self.outcome, self.history, self.waiting, over=self.over
+        )
         said = self.said_last()
         return [f"{first}, {said}" if said else first, *others]
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mlaunch.caller.output.console import Console
-from mlaunch.caller.output.display import Display
 from mlaunch.caller.output.files import LogFile
 from mlaunch.caller.output.harmless import harmless
 from mlaunch.caller.output.lines import LineSplitter, Tails, WriteTimes
+from mlaunch.caller.output.live import LiveLines
 from mlaunch.caller.output.merging import WINDOW, Merger
 from mlaunch.caller.output.output_plan import LaunchNumber, OutputPlan, Policy
 from mlaunch.caller.report import notebook
@@ -59,7 +59,7 @@ class CallOutput:
         self.console = Console()
         self._merger = Merger(size) if plan.merge and (size > 1 or plan.rich) else None
         self._tails = Tails(size) if plan.remember else None
-        self._display = Display(plan.area, clock())
+        self._live = LiveLines() if plan.area is None else plan.area.lines(clock())
         self._number = LaunchNumber()
         self._streams: list[RankStream] = []
         self._fresh: list[WrittenLines] = []  # of this round
@@ -146,9 +146,9 @@ class CallOutput:
     def due(self) -> float | None:
         """Returns when a line need wait no longer, or those that change are due; None if nothing is."""
         if not self._touched or self._is_broken:  # as most calls, which print nothing
-            return self._display.due
+            return self._live.due
         held = [stream.held + WINDOW for stream in self._streams if stream.held is not None]
-        steps = (self._merger.due if self._merger is not None else None, self._display.due, *held)
+        steps = (self._merger.due if self._merger is not None else None, self._live.due, *held)
         return min((step for step in steps if step is not None), default=None)
 
     def show_due(self) -> None:
@@ -156,17 +156,17 @@ class CallOutput:
         now = self._clock()
         if self._touched:
             self.show_lines()
-        if self._display.due is None or now < self._display.due:
+        if self._live.due is None or now < self._live.due:
             return
         if self.console.blocked is not None:
-            self._display.postpone(now)
+            self._live.postpone(now)
             return
         with harmless():
             looks = [*self._status(), *self._bars()]
-            with self._display.lock:
-                self.console.write(2, self._display.draw(looks, now).encode())
+            with self._live.lock:
+                self.console.write(2, self._live.draw(looks, now).encode())
             return
-        self._display.give_up()
+        self._live.give_up()
 
     def show_lines(self) -> None:
         """Show the lines that need wait no longer, once all that was written by some moment has been taken."""
@@ -180,17 +180,17 @@ class CallOutput:
     def finish(self) -> None:
         """Shows what still waits, and leaves of the lines that change what should stay."""
         self._show_rest()
-        with self._display.lock:
+        with self._live.lock:
             status: list[str] = []
             with harmless():
                 status = self._status() if self.plan.area is not None else []
-            self.console.write(2, self._display.close(status).encode())
+            self.console.write(2, self._live.close(status).encode())
 
     def close(self) -> None:
         """Drops unshown output (after an error)."""
         if not self.untouched:
-            with self._display.lock:
-                self.console.write(2, self._display.close([]).encode())
+            with self._live.lock:
+                self.console.write(2, self._live.close([]).encode())
         self.console.close()
         self._number.give_back()
 
@@ -229,8 +229,8 @@ class CallOutput:
             with harmless():
                 self.plan.sink(stream, data)
             return
-        with self._display.lock:
-            self.console.write(2, self._display.make_room().encode())
+        with self._live.lock:
+            self.console.write(2, self._live.make_room().encode())
             self.console.write(stream, data)
 
     def _publish(self, line: bytes) -> None:
@@ -240,11 +240,11 @@ class CallOutput:
                 self.plan.sink(rich_output.STREAM, line)
             return
         instead = ""
-        with self._display.lock, harmless():
-            self.console.write(2, self._display.make_room().encode())
+        with self._live.lock, harmless():
+            self.console.write(2, self._live.make_room().encode())
             instead = notebook.publish(line)
             if notebook.clears(line):
-                self._display.forget()
+                self._live.forget()
         if instead:
             self._print(1, instead.encode(errors="backslashreplace"))
 
@@ -269,7 +269,7 @@ class CallOutput:
     def _break(self) -> None:
         """Leaves out what has failed: lines are not cut, compared or kept any more."""
         self._is_broken = True
-        self._display.give_up()
+        self._live.give_up()
 
     def _splits(self, stream: RankStream) -> bool:
         return stream.policy.shown or self._tails is not None

@@ -14,7 +14,7 @@ from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.text import ranges
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output import files
-from mlaunch.caller.output.display import Area, area
+from mlaunch.caller.output.live import LivePlace, live_place
 from mlaunch.caller.report import notebook
 from mlaunch.protocol import rich_output
 from mlaunch.protocol.spec import LaunchSpec
@@ -46,7 +46,7 @@ class OutputPlan:
     directory: str | None = None
     by_local_rank: bool = False  # the directories of its files are named by
     merge: bool = True
-    area: Area | None = None  # for lines that change
+    area: LivePlace | None = None  # for lines that change
     name: str = ""
     trial: str = ""
     remember: bool = False
@@ -113,15 +113,15 @@ def with_directory(options: Options, name: str) -> Options:
         raise OSError(error.errno, f"log_dir={options.log_dir!r}: {error.strerror}") from None
 
 
-def place_of(options: Options, *, blocks: bool = True) -> Area | None:
+def place_of(options: Options, *, blocks: bool = True) -> LivePlace | None:
     """Returns where lines change, if the options want any that do; none below a debugger's prompt.
 
-    ``blocks``: as of ``area``.
+    ``blocks``: as of ``live_place``.
     """
-    return area(blocks=blocks) if options.progress and not options.debug else None
+    return live_place(blocks=blocks) if options.progress and not options.debug else None
 
 
-def output_plan(options: Options, spec: LaunchSpec, place: Area | None = None, trial: str = "") -> OutputPlan:
+def output_plan(options: Options, spec: LaunchSpec, place: LivePlace | None = None, trial: str = "") -> OutputPlan:
     """Makes the plan; ``log_dir`` of the options is this call's own directory.
 
     ``place``: for lines that change, if there is one already. ``trial``: which one of a sweep it is.

@@ -16,7 +16,7 @@ from mlaunch.caller.launch.call import acquired
 from mlaunch.caller.launch.restarts import with_restarts
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.output.display import StartingLine
+from mlaunch.caller.output.live import StartingLine
 from mlaunch.caller.output.output_plan import place_of
 from mlaunch.caller.ranks.rank_set import ClosedError
 from mlaunch.caller.ranks.ranks import Ranks, ranks_of

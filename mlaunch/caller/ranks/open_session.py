@@ -12,7 +12,7 @@ from mlaunch.caller.launch.call import planned, server_for
 from mlaunch.caller.launch.plan import Attempt, ThisMachine
 from mlaunch.caller.launch.start import send_launch, with_pipes
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.output.display import StartingLine
+from mlaunch.caller.output.live import StartingLine
 from mlaunch.caller.output.output_plan import output_plan, place_of
 from mlaunch.caller.output.relay import Relay
 from mlaunch.caller.ranks.kept_handle import KeptHandle

@@ -17,7 +17,7 @@ from mlaunch.caller.event_loops import stops_an_event_loop
 from mlaunch.caller.launch.handle import LaunchHandle
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.output.display import Area
+from mlaunch.caller.output.live import LivePlace
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.report.stacks_of_ranks import StacksOfRanks
 from mlaunch.caller.report.user_frames import raises_from_caller, without_ours
@@ -241,7 +241,7 @@ class RunCourse:
     over: threading.Event = field(default_factory=threading.Event)
     has_followers: Callable[[], bool] = lambda: False  # tells whether others will wait for what it has
     begins: Callable[[], None] = lambda: None  # called when it has what it waits for, before its ranks are started
-    place: Callable[[], Area | None] = lambda: None  # for lines that change; None: of its own
+    place: Callable[[], LivePlace | None] = lambda: None  # for lines that change; None: of its own
     trial: str = ""  # what tells its output from that of the other trials of its sweep; "": it is none
     pid: int = field(default_factory=os.getpid)  # of the process that has submitted it
     _telling: int | None = None  # the thread that calls back for its reports

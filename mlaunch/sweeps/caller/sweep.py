@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, TimeoutError  # of Python 3.10, a class of its own
 from dataclasses import dataclass
-from typing import Any, NoReturn, overload
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 from mlaunch.base.fds import renewed
 from mlaunch.base.log import log
@@ -22,10 +22,10 @@ from mlaunch.base.misuse import hides_our_frames, misuse
 from mlaunch.caller import arguments, interrupts
 from mlaunch.caller.launch.settle import Ended, add_note
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.output.display import Area, area
-from mlaunch.caller.output.shared_area import AreaPart, SharedArea
+from mlaunch.caller.output.live import LivePlace, live_place
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.report.user_frames import raises_from_caller, without_ours
+from mlaunch.core import load
 from mlaunch.protocol.calls import Call
 from mlaunch.sweeps.caller import sweep_table, trial_arguments
 from mlaunch.sweeps.caller.identity import canonical
@@ -34,6 +34,9 @@ from mlaunch.sweeps.caller.run_future import Run
 from mlaunch.sweeps.caller.submit import surroundings_of
 from mlaunch.sweeps.caller.trial import Trial, TrialPlan, arguments_of
 from mlaunch.sweeps.caller.trial_file import Done, TrialFile, keys_of
+
+if TYPE_CHECKING:
+    from mlaunch.display.caller.shared_area import SharedArea
 
 
 class Sweep(Sequence[Run]):
@@ -53,8 +56,7 @@ class Sweep(Sequence[Run]):
         self._lock = renewed(threading.Lock())
         self._pid = os.getpid()
         self._begun = time.monotonic()
-        place = area(blocks=False) if plan.options.progress else None
-        self._area = None if place is None else SharedArea(place, self._total, self._begun)
+        self._area = self._shared(live_place(blocks=False) if plan.options.progress else None)
 
     @overload
     def __getitem__(self, index: int) -> Run: ...
@@ -221,8 +223,15 @@ class Sweep(Sequence[Run]):
         except Exception as error:  # a full disk; what a __reduce__ may raise
             log.warning("%s is not in the file of its sweep, and would be run again: %s", trial.label, error)
 
-    def place(self, number: int) -> Area | None:
-        return None if self._area is None else AreaPart(self._area, number)
+    def _shared(self, place: LivePlace | None) -> SharedArea | None:
+        """Return a place for lines of all trials, which is where the process has one."""
+        if place is None:
+            return None
+        found: SharedArea = load.module_of("display", "caller.shared_area").SharedArea(place, self._total, self._begun)
+        return found
+
+    def place(self, number: int) -> LivePlace | None:
+        return None if self._area is None else self._area.part(number)
 
     def has_waiting(self) -> bool:
         return bool(self._waiting)

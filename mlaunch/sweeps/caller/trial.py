@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 from mlaunch.base.fds import renewed
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.output.display import Area
+from mlaunch.caller.output.live import LivePlace
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.report.user_frames import raises_from_caller
 from mlaunch.protocol.calls import Call
@@ -33,7 +33,7 @@ class SweepOfTrials(Protocol):
     def ends(self, trial: Trial, how: Ended | BaseException) -> None:
         """Takes note just before its run tells of it; not if it was cancelled."""
 
-    def place(self, number: int) -> Area | None:
+    def place(self, number: int) -> LivePlace | None:
         """Returns where lines of the trial with that number can change."""
 
     def has_ended(self, trial: Trial) -> None:

@@ -1,4 +1,4 @@
-"""The lines that change while a launch runs: what it is doing, and ranks' progress bars.
+"""Where lines can change while a launch runs: what it is doing, and ranks' progress bars.
 
 On a terminal they stand below what is printed (rich draws them), in a notebook at the top of the cell's output.
 Elsewhere, without rich on a terminal, or with a pipe for stdout, there are none.
@@ -12,37 +12,14 @@ import os
 import signal
 import stat
 import sys
-import threading
-import time
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
-from mlaunch.base.fds import renewed
-from mlaunch.base.log import log
-from mlaunch.caller.output.console import Console
-from mlaunch.caller.output.harmless import harmless
 from mlaunch.caller.report import notebook
+from mlaunch.display.caller.drawn_lines import Area
 
-SILENCE = 2.0  # seconds of a wait that the log does not tell of
-_FIRST_LOOK_DELAY = 0.5  # seconds until the first look: a quick call shows nothing
 _NO_CI = {"", "0", "false", "no"}  # values of the variable CI, which all of the usual services set
-_PERIOD = 0.1  # seconds between two looks
 _NEW_LINE = "\r\x1b[2K"  # where the cursor is: what stands there was ours, if nobody has written since
-
-
-class Area(Protocol):
-    """Where lines can be replaced. What its methods return is to be written to stderr."""
-
-    def show(self, text: str) -> str: ...
-
-    def hide(self) -> str:
-        """Makes room for what is printed."""
-
-    def close(self, lines: list[str]) -> str:
-        """Leaves of these what should stay."""
-
-    def forget(self) -> None:
-        """Begins anew: what was shown is gone."""
 
 
 class _Paper(io.StringIO):
@@ -86,7 +63,7 @@ class _Pauses:
 _pauses = _Pauses()
 
 
-class Terminal:
+class Terminal(Area):
     """Needs rich.
 
     It sets nothing in the terminal that has to be set back (a hidden cursor): Ctrl-Z, Ctrl-\\ and most signals leave
@@ -157,7 +134,7 @@ def _is_in_background() -> bool:
     return False
 
 
-class Notebook:
+class Notebook(Area):
     """An output of the running cell, replaced each time."""
 
     def __init__(self) -> None:
@@ -209,129 +186,3 @@ def is_piped(fd: int) -> bool:
     with contextlib.suppress(OSError):
         return stat.S_ISFIFO(os.fstat(fd).st_mode)
     return False
-
-
-class Display:
-    """Draws the lines when they are due. ``start``: when the launch began, on the caller's clock.
-
-    Of launches at the same time, in several threads, the first has the place, and those who have parts of the same one.
-    One that finds it taken draws nothing, also later. Whoever prints makes room there. What methods return is to be
-    written to stderr, by who holds ``lock``.
-    """
-
-    # Of all launches: two that draw at once would each move the other's cursor.
-    lock = renewed(threading.RLock())
-    _holder: Any = None  # an Area, or what launches share
-
-    def __init__(self, place: Area | None, start: float) -> None:
-        self._area = place
-        self._whole: Any = getattr(place, "whole", place)
-        since = getattr(self._whole, "since", start)
-        self.due: float | None = None if place is None else since + _FIRST_LOOK_DELAY
-
-    def draw(self, lines: list[str], now: float) -> str:
-        with harmless():
-            if self._area is not None and self._take_place():
-                self.postpone(now)
-                return self._area.show("\n".join(lines))
-        self.give_up()
-        return ""
-
-    def postpone(self, now: float) -> None:
-        self.due = now + _PERIOD
-
-    def make_room(self) -> str:
-        """Makes room for what is about to be printed."""
-        with harmless():
-            if self._area is not None:
-                self._take_place()
-            return str(Display._holder.hide()) if Display._holder is not None else ""
-        Display._holder = None
-        self.give_up()
-        return ""
-
-    def take_over(self) -> str:
-        """Takes the place from who has it, whose lines are not shown any more."""
-        holder, Display._holder = Display._holder, self._whole
-        with harmless():
-            return str(holder.hide()) if holder not in {None, self._whole} else ""
-        return ""
-
-    def forget(self) -> None:
-        """Begins anew where somebody has cleared all output."""
-        if Display._holder is not None:
-            with harmless():
-                Display._holder.forget()
-
-    def close(self, lines: list[str]) -> str:
-        area, self._area, self.due = self._area, None, None
-        try:
-            with harmless():
-                return area.close(lines) if area is not None and Display._holder is self._whole else ""
-            return ""
-        finally:
-            self._leave_place()
-
-    def give_up(self) -> None:
-        """Draws nothing more."""
-        self._area = self.due = None
-        self._leave_place()
-
-    def _take_place(self) -> bool:
-        if Display._holder is None:
-            Display._holder = self._whole
-        return Display._holder is self._whole
-
-    def _leave_place(self) -> None:
-        if Display._holder is self._whole and not getattr(self._whole, "parts", 0):
-            Display._holder = None
-
-
-class StartingLine:
-    """Shows a line before there is a launch that could tell of itself: while torch is imported, devices are waited for.
-
-    It is shown if it is asked to, until the block ends. ``place``: where lines change; None: nowhere.
-
-    Not a contextlib context manager; see ``interrupts``.
-    """
-
-    def __init__(self, name: str, place: Area | None) -> None:
-        self._name, self._place = name, place
-        self._display = Display(place, time.monotonic())
-        self._shown = self._logged = False
-
-    def show(self) -> None:
-        """Shows that the call has begun, and what it waits for."""
-        self.tell(f"{self._name}  starting: importing torch")
-
-    @property
-    def silence(self) -> float:
-        """Seconds before there is a word of a wait. The end of the call before is a short one, and no news in a log."""
-        return 0.0 if self._place is not None else SILENCE
-
-    def tell_wait(self, text: str) -> None:
-        """Shows for what the call waits; once, in the log, where no lines change: it may be for hours."""
-        if self._place is not None:
-            self.tell(text)
-        elif not self._logged:
-            self._logged = True
-            log.warning("%s", text)
-
-    def tell(self, text: str) -> None:
-        """Shows a text in the line's place."""
-        with Display.lock:
-            self._shown = True
-            self._write(self._display.draw([text], time.monotonic()))
-
-    def __enter__(self) -> StartingLine:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if self._shown:
-            with Display.lock:
-                self._write(self._display.close([f"{self._name}  failed"] if kind is not None else []))
-
-    def _write(self, text: str) -> None:
-        console = Console()
-        console.write(2, text.encode())
-        console.close()

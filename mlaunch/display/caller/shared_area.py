@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mlaunch.caller.output.console import Console
-from mlaunch.caller.output.display import Area, Display
 from mlaunch.caller.output.harmless import harmless
+from mlaunch.caller.output.live import LiveLines
+from mlaunch.display.caller.drawn_lines import Area
 
 
-class SharedArea:
+class SharedArea(Area):
     """``total``: makes the last line; ``since``: when the first launch began, in monotonic seconds.
 
     What methods return is to be written to stderr, as with any ``Area``.
@@ -25,6 +26,10 @@ class SharedArea:
         """How many of its launches show something."""
         return len(self._texts)
 
+    def part(self, number: int) -> AreaPart:
+        """Return the place of one launch. ``number``: where among the others, whichever begins first."""
+        return AreaPart(self, number)
+
     def take(self, part: AreaPart, text: str) -> str:
         """Takes what a launch shows."""
         self._texts[part] = text
@@ -35,17 +40,22 @@ class SharedArea:
         self._texts.pop(part, None)
         return self._show() if self._texts else self._place.close([self._total()])
 
+    def show(self, text: str) -> str:
+        """Show lines that are no launch's."""
+        return self._place.show(text)
+
     def hide(self) -> str:
-        """Makes room for what is printed."""
         return self._place.hide()
 
+    def close(self, lines: list[str]) -> str:
+        return self._place.close(lines)
+
     def forget(self) -> None:
-        """Begins anew: what was shown is gone."""
         self._place.forget()
 
     def settle(self) -> None:
         """Leaves of all of it what should stay, once the launches are over."""
-        with Display.lock, harmless():
+        with LiveLines.lock, harmless():
             left = self._place.close([self._total()]) if self._shown and not self._texts else ""
             console = Console()
             console.write(2, left.encode())
@@ -57,20 +67,24 @@ class SharedArea:
         return self._place.show("\n".join([*texts, self._total()]))
 
 
-class AreaPart:
+class AreaPart(Area):
     """The part of one launch. ``number``: its place among the others, whichever begins first."""
 
     def __init__(self, whole: SharedArea, number: int) -> None:
-        self.whole, self.number = whole, number
+        self._whole, self.number = whole, number
+
+    @property
+    def whole(self) -> SharedArea:
+        return self._whole
 
     def show(self, text: str) -> str:
-        return self.whole.take(self, text)
+        return self._whole.take(self, text)
 
     def hide(self) -> str:
-        return self.whole.hide()
+        return self._whole.hide()
 
-    def close(self, _lines: list[str]) -> str:
-        return self.whole.leave(self)
+    def close(self, lines: list[str]) -> str:  # noqa: ARG002
+        return self._whole.leave(self)
 
     def forget(self) -> None:
-        self.whole.forget()
+        self._whole.forget()
