@@ -62,6 +62,7 @@ def _given(option: str) -> Callable[[Mapping[str, Any]], bool]:
 # In the order in which they surround a call.
 FEATURES = (
     Feature("cells", (), _never),
+    Feature("ci", (), _never),
     Feature("compat", (), _never),
     Feature("display", (), _never),
     Feature("engines", (), _never),

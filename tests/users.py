@@ -6,8 +6,8 @@ import os
 
 # In the process that runs tests: what is prepared would be there when things are counted, and so would the processes in
 # which the fork server tries an import; and without uvloop the loops are those of users who have not installed it. On
-# terminals of a CI no line changes.
-TURNED_OFF = {"MLAUNCH_PREPARE": "0", "MLAUNCH_UVLOOP": "0", "CI": ""}
+# terminals of a CI no line changes, and GitHub's jobs have lines of their own.
+TURNED_OFF = {"MLAUNCH_PREPARE": "0", "MLAUNCH_UVLOOP": "0", "CI": "", "GITHUB_ACTIONS": ""}
 
 
 def users_environ(**changes: str) -> dict[str, str]:

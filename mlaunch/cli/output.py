@@ -23,6 +23,7 @@ from mlaunch.caller.output import files
 from mlaunch.caller.output.output_plan import STREAMS, OutputPlan, Policy
 from mlaunch.cli.checks import UsageError, numbers
 from mlaunch.cli.statuses import MISUSE, SIGNALLED, STOPPED
+from mlaunch.core import load
 from mlaunch.protocol import error_file
 
 _PREFIX = "[${role_name}${local_rank}]:"  # torchrun's
@@ -148,6 +149,14 @@ def fail(text: str, code: int, error: LaunchError | None = None, status: int | N
     """Say why the command fails, to people and to who has started it; the arguments are as of ``note_error``."""
     say(text)
     note_error(text, code, error, status)
+
+
+def annotate(error: LaunchError) -> None:
+    """Have the CI service that runs this command show the failure beside the line that it comes from."""
+    service = load.at_hand("ci", "caller")
+    if service is not None and service.is_asked():
+        with contextlib.suppress(OSError):
+            print(service.of_launch(error.as_dict()), file=sys.stderr, flush=True)
 
 
 def note_error(text: str, code: int, error: LaunchError | None = None, status: int | None = None) -> None:

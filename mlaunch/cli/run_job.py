@@ -21,7 +21,7 @@ from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.cli.checks import UsageError
 from mlaunch.cli.job import Job
 from mlaunch.cli.job_spec import spec_of
-from mlaunch.cli.output import Wishes, directory_of, fail, output_plan, say, without_output
+from mlaunch.cli.output import Wishes, annotate, directory_of, fail, output_plan, say, without_output
 from mlaunch.cli.statuses import FAILED, STOPPED, TIMED_OUT, status_of
 from mlaunch.core.load import CallerParts, as_flag
 from mlaunch.rank.setup import device
@@ -201,4 +201,5 @@ def _fail(error: LaunchError, status: int | None = None) -> int:
     """Says how the launch failed; returns the exit status, which is that of its kind if none is given."""
     ends_with = status_of(error) if status is None else status
     fail(str(error), FAILED if status is None else status, error, ends_with)
+    annotate(error)
     return ends_with

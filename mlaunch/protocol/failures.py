@@ -30,12 +30,13 @@ def from_answer(answered: RankAnswered, remote: RemoteError) -> RankFailure:
         traceback="" if unpicklable else remote.traceback,
         consequence=answered.consequence,
         at=answered.at,
-        kind="not_picklable" if unpicklable else _kind_of_raised(remote),
+        kind="not_picklable" if unpicklable else kind_of_raised(remote.type_name, remote.message),
     )
 
 
-def _kind_of_raised(remote: RemoteError) -> str:
-    lacks_memory = remote.type_name.endswith(_OUT_OF_MEMORY) or _NO_MEMORY in remote.message
+def kind_of_raised(type_name: str, message: str) -> str:
+    """Return the kind of the failure of a rank that has raised this."""
+    lacks_memory = type_name.endswith(_OUT_OF_MEMORY) or _NO_MEMORY in message
     return "out_of_memory" if lacks_memory else "raised"
 
 

@@ -5,12 +5,14 @@ Mere loading imports neither torch nor the launcher, and starts nothing.
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mlaunch.pytest.caller.mark import NAME, SIZE, WANTED, parametrize, take_in
+from mlaunch.base.exceptions import report_of
+from mlaunch.pytest.caller.mark import CI_COMMAND, NAME, SIZE, WANTED, parametrize, take_in
 
 RUNNER = "mlaunch-ranks"
 _IN_SOURCE = b"mark.ranks"  # of a file whose tests are likely to have it
@@ -86,6 +88,27 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     runner: Any = pyfuncitem.config.pluginmanager.get_plugin(RUNNER)
     runner.run(pyfuncitem)
     return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Note why a launch has failed that a test without the mark has made."""
+    report = yield
+    failed = None if call.excinfo is None else report_of(call.excinfo.value)
+    if failed is not None and item.stash.get(WANTED, None) is None:
+        from mlaunch.pytest.caller import failure_facts
+
+        failure_facts.note(item, report, failure_facts.of_launch(failed.as_dict()))
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print what a CI service shows of failures in ranks, also of those that xdist's workers have heard of."""
+    for report in (one for outcome in ("failed", "error") for one in terminalreporter.stats.get(outcome, ())):
+        if command := getattr(report, CI_COMMAND, ""):
+            terminalreporter.write_line(command)
 
 
 def _take_in(item: pytest.Item) -> None:

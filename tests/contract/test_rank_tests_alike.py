@@ -85,9 +85,11 @@ def test_reports_are_those_without_ranks(both: tuple[Reports, Reports]) -> None:
 
 
 def _plain(report: dict[str, Any]) -> dict[str, Any]:
-    """Leave out the tests that the ranks had run before, the ranks' numbers, and the last end of a line."""
+    """Leave out the tests that the ranks had run before, ranks' numbers, the last end of a line, and our properties."""
     sections = [(title, text.rstrip("\n")) for title, text in report["sections"] if title != "Captured ranks call"]
-    return {**report, "sections": [(title, re.sub(r"(?m)^\[0\] ", "", text)) for title, text in sections]}
+    properties = [one for one in report["properties"] if not one[0].startswith("mlaunch.")]
+    without_numbers = [(title, re.sub(r"(?m)^\[0\] ", "", text)) for title, text in sections]
+    return {**report, "sections": without_numbers, "properties": properties}
 
 
 def test_the_page_has_each_difference() -> None:
@@ -95,5 +97,14 @@ def test_the_page_has_each_difference() -> None:
     page = (Path(__file__).parents[2] / "docs" / "testing.rst").read_text()
     table = page.partition("What differs from plain pytest\n")[2].partition("What it costs\n")[0]
     words = ["setup_module", "async def", "getfixturevalue", "request.session", "record_testsuite_property", "cache"]
-    words += ["tmp_path_factory", "get_records", "expectedFailure", "subtests", "capteesys", "addfinalizer", "[0]"]
+    words += [
+        "tmp_path_factory",
+        "get_records",
+        "expectedFailure",
+        "subtests",
+        "capteesys",
+        "addfinalizer",
+        "[0]",
+        "--junitxml",
+    ]
     assert not [word for word in words if word not in table]

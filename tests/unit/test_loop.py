@@ -184,6 +184,7 @@ INSIDE = {
     "mlaunch.pytest.caller.unittest_items": "test_who_am_i",
     "mlaunch.pytest.rank.fixture_steps": "test_who_am_i",
     "mlaunch.pytest.rank.rank_subtests": "test_who_am_i",
+    "mlaunch.pytest.caller.failure_facts": "test_who_am_i",
     "mlaunch.pytest.caller.findings": "test_who_am_i",
     "mlaunch.pytest.rank.group_names": "test_who_am_i",
     "mlaunch.pytest.rank.explanation": "test_who_am_i",

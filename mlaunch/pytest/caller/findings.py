@@ -56,7 +56,7 @@ def findings_of(error: Exception, report: LaunchError, test: RankTest, size: int
     stacks = {rank: _of_the_test(text) for rank, text in report.stacks.items()}
     stacks = stacks if isinstance(error, LaunchTimeout) else {}
     verdicts = {**found, **rank_barrier.take(log)}
-    return Findings(size, verdicts, f"{textwrap.dedent(told)}\n{after}".strip(), apart, stacks)
+    return Findings(size, verdicts, f"{textwrap.dedent(told)}\n{after}".strip(), report.as_dict(), apart, stacks)
 
 
 def _of_the_test(stack: str) -> str:

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from mlaunch.base.text import name_ranks
+from mlaunch.pytest.caller import failure_facts
+from mlaunch.pytest.caller.failure_facts import FailureFacts
 from mlaunch.pytest.wire.rank_tests import Findings, Verdict
 from mlaunch.rank import in_step
 
@@ -24,13 +26,15 @@ _WORDS = {"passed": "passed", "failed": "failed", "skipped": "skipped", "xfailed
 class Judgement:
     """``error``: what the test is to raise; None: it has passed. ``longrepr``: what is shown instead of its traceback.
 
-    ``sections``: what else the report has, as titles and texts; ``crash``: where it was skipped.
+    ``sections``: what else the report has, as titles and texts; ``crash``: where it was skipped; ``facts``: why it
+    has failed.
     """
 
     error: BaseException | None = None
     longrepr: Any = None
     sections: Sequence[tuple[str, str]] = ()
     crash: tuple[str, int] | None = None
+    facts: FailureFacts | None = None
 
 
 def judge(findings: Findings) -> Judgement:
@@ -40,14 +44,21 @@ def judge(findings: Findings) -> Judgement:
     if leaving := [verdict for verdict in verdicts.values() if verdict.outcome == "exit"]:
         return Judgement(_raised(leaving[0]))
     if findings.told and not findings.apart:
-        return Judgement(pytest.fail.Exception(findings.told, pytrace=False), findings.told, _sections(findings, None))
+        return _failed(findings, findings.told, failure_facts.of_launch(findings.failure, findings.told))
     if "failed" in outcomes.values():
         cause = _cause(verdicts)
-        return Judgement(_raised(verdicts[cause]), verdicts[cause].longrepr, _sections(findings, cause))
+        error, sections = _raised(verdicts[cause]), _sections(findings, cause)
+        facts = failure_facts.of_verdict(cause, verdicts[cause], error)
+        return Judgement(error, verdicts[cause].longrepr, sections, facts=facts)
     if len(verdicts) == findings.size and len(set(outcomes.values())) == 1:
         return _agreed(verdicts[min(verdicts)])
     text = _disagreement(findings)
-    return Judgement(pytest.fail.Exception(text, pytrace=False), text, _sections(findings, None))
+    return _failed(findings, text, FailureFacts("failed", "ranks disagree", text))
+
+
+def _failed(findings: Findings, text: str, facts: FailureFacts) -> Judgement:
+    """Return the judgement on a test that has failed without an exception of its own."""
+    return Judgement(pytest.fail.Exception(text, pytrace=False), text, _sections(findings, None), facts=facts)
 
 
 def is_out_of_step(findings: Findings) -> bool:

@@ -15,7 +15,14 @@ from typing import Any
 import pytest
 
 from mlaunch.base.exceptions import RanksLost
-from mlaunch.pytest.caller import class_changes, fixture_transfer, hypothesis_seeds, subtest_reports, unittest_items
+from mlaunch.pytest.caller import (
+    class_changes,
+    failure_facts,
+    fixture_transfer,
+    hypothesis_seeds,
+    subtest_reports,
+    unittest_items,
+)
 from mlaunch.pytest.caller.class_changes import GivenAttributes
 from mlaunch.pytest.caller.debugged_tests import Debugging
 from mlaunch.pytest.caller.judgement import is_out_of_step, judge, judgement_of, pass_on, raise_of, show
@@ -80,13 +87,17 @@ class Runner:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
-        self, call: pytest.CallInfo[None]
+        self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Shows what a rank has shown, in place of our own lines."""
+        """Show what a rank has shown, in place of our own lines, and note what programs are to hear."""
         report = yield
+        wanted = item.stash.get(WANTED, None)
+        if wanted is not None and call.when == "setup":
+            failure_facts.note_size(item, report, wanted.shape.size)
         judgement = judgement_of(None if call.excinfo is None else call.excinfo.value)
         if judgement is not None:
             show(report, judgement)
+            failure_facts.note(item, report, judgement.facts)
         return report
 
     @pytest.hookimpl(wrapper=True)

@@ -10,14 +10,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import pickle
 import time
+import traceback
 import unittest
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from mlaunch.base.frames import is_library
 from mlaunch.protocol import explain
 from mlaunch.pytest.rank import (
     class_attributes,
@@ -41,6 +44,7 @@ _KINDS: tuple[tuple[type[BaseException], str], ...] = (
     (pytest.xfail.Exception, "xfailed"),
     (pytest.exit.Exception, "exit"),
 )
+_MOST_PLACES = 20  # of a recursion without end, too
 _here: list[tuple[RankBarrier, Explanation, isolation.Baseline]] = []  # of this rank, once it has begun
 
 
@@ -169,7 +173,9 @@ class _Place(Place):
         if isinstance(error, unittest.SkipTest):
             crash = None  # raised where unittest, or mlaunch for it, reports it
         pickled = None if kind in {"skipped", "xfailed"} else explain.pickle_exception(error)
-        return Verdict(kind, time.monotonic(), reason, None if kind == "skipped" else longrepr, pickled, crash)
+        return Verdict(
+            kind, time.monotonic(), reason, None if kind == "skipped" else longrepr, pickled, crash, _places(error)
+        )
 
     def leave_part(self, *, failed: bool) -> bool:
         """Say that this rank has left a part of the test. False if it failed there, and others are still in it."""
@@ -208,6 +214,13 @@ class DebuggedTest:
 
 
 _traced: list[bool] = [False]
+
+
+def _places(error: BaseException) -> tuple[tuple[str, int], ...]:
+    """Return the frames of an exception that are in the user's files, the innermost first."""
+    found = [(step.f_code.co_filename, line) for step, line in traceback.walk_tb(error.__traceback__)]
+    theirs = (place for place in reversed(found) if not (is_library(place[0]) or place[0].startswith("<")))
+    return tuple(itertools.islice(theirs, _MOST_PLACES))
 
 
 def _examined(error: BaseException) -> None:

@@ -149,6 +149,7 @@ class Verdict:
     """How one rank has found a test. ``outcome``: passed, failed, skipped, xfailed or exit.
 
     ``at``: by the machine's monotonic clock; ``error``: the exception, pickled; ``crash``: file and line;
+    ``places``: those of the exception's frames that are in the user's files, the innermost first;
     ``left``: what the test has left behind; ``resident``: MiB; ``entered``: how many operations, in each group.
     """
 
@@ -158,6 +159,7 @@ class Verdict:
     longrepr: Any = None
     error: bytes | None = None
     crash: tuple[str, int] | None = None
+    places: tuple[tuple[str, int], ...] = ()
     properties: tuple[tuple[str, object], ...] = ()
     marks: tuple[Any, ...] = ()  # that the test has given itself
     warnings: tuple[tuple[str, bytes | None, str, int], ...] = ()  # text, the warning pickled, file, line
@@ -180,10 +182,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Findings:
-    """How all ranks have found a test. ``told``: what the launcher says of a call that did not end well."""
+    """How all ranks have found a test.
+
+    ``told``: what the launcher says of a call that did not end well; ``failure``: the same as programs read it.
+    """
 
     size: int
     verdicts: dict[int, Verdict] = field(default_factory=dict)
     told: str = ""
+    failure: Mapping[str, Any] = field(default_factory=dict)
     apart: bool = False  # the call was ended since one rank had failed, and others were not done
     stacks: Mapping[int, str] = field(default_factory=dict)
