@@ -87,7 +87,7 @@ def machines() -> str:
 
 # From the first to fork to the last: a room imports only what stands below it.
 ROOMS = (
-    ("cli/", "the command: flags, run, ps, stacks, doctor", "the caller", "#fdf3e1"),
+    ("cli/", "the command: ps, stacks, stop, doctor", "the caller", "#fdf3e1"),
     ("caller/", "plan, start and drive a launch; output, report", "the caller", "#fdf3e1"),
     ("forkserver/", "imports torch once; forks an agent per call", "the fork server", "#eef3fa"),
     ("agent/", "forks, supervises and stops the ranks", "the agent", "#eef3fa"),

@@ -85,6 +85,7 @@ FEATURES = (
         processes=("rank", "member"),
     ),
     Feature("pytest", (), _never),
+    Feature("run", (), _never),
     Feature("sweeps", (), _never),
     Feature("warm", (), _never, servers=True, variable="MLAUNCH_WARM"),
 )

@@ -6,9 +6,10 @@ The package's name ``launch`` is the function; importing this module gives that 
 import sys
 
 if __name__ == "__main__":
-    from mlaunch.cli.run_command import main
+    from mlaunch.core import load
 
-    sys.exit(main(sys.argv[1:], prog="python -m mlaunch.launch", of_launch=True))
+    run = load.room("run", "command", "python -m mlaunch.launch")
+    sys.exit(run.main(sys.argv[1:], prog="python -m mlaunch.launch", of_launch=True))
 
 from mlaunch.compat.caller import detectron2
 

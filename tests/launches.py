@@ -457,7 +457,7 @@ def lease_site(directory: Path) -> Iterator[Any]:
 
 def once_devices_are_chosen(patch: pytest.MonkeyPatch, act: Callable[[ForkServer], object]) -> None:
     """Do something between the command's choice of devices and its launch."""
-    run = import_module("mlaunch.cli.run_job")
+    run = import_module("mlaunch.run.command.run_job")
     choose = run._on_devices
 
     def choose_and_act(job: Any, server: ForkServer, environ: Any) -> Any:

@@ -192,7 +192,7 @@ SLIPS = (
     Slip(
         "command",
         "stop_signals",
-        "cli/run_job.py",
+        "run/command/run_job.py",
         "                handle.attach(parts)\n",
         "",
         ("contract/test_stopping.py::test_a_script_that_is_asked_to_stop",),
@@ -201,7 +201,7 @@ SLIPS = (
     Slip(
         "command",
         "lease_of_the_ranks",
-        "cli/run_job.py",
+        "run/command/run_job.py",
         "dict(granted.environ), wishes, granted.held)",
         "dict(granted.environ), wishes, ())",
         ("unit/test_run_leases.py::test_a_command_waits_for_its_turn",),
@@ -210,7 +210,7 @@ SLIPS = (
     Slip(
         "command",
         "stall_of_the_command",
-        "cli/job.py",
+        "run/command/job.py",
         "            stall=self.stall,\n            join_timeout",
         "            join_timeout",
         ("unit/test_flags.py",),
@@ -219,7 +219,7 @@ SLIPS = (
     Slip(
         "command",
         "status_of_a_signal",
-        "cli/statuses.py",
+        "run/command/statuses.py",
         "return code if code > 0 else SIGNALLED - code\n",
         "return abs(code)\n",
         ("system/test_run.py::test_how_it_ends",),
@@ -228,7 +228,7 @@ SLIPS = (
     Slip(
         "command",
         "path_of_a_module",
-        "cli/job.py",
+        "run/command/job.py",
         "    first = () if safe else (working_directory(),)\n",
         "    first = ()\n",
         ("system/test_run.py::test_a_function", "system/test_run.py::test_a_module_with_relative_imports"),

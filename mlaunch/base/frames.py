@@ -6,15 +6,16 @@ import os
 from collections.abc import Iterable, Sequence
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-# What runs a function or a script, and what it calls on the way there. Other modules of ours run *above* user code.
-_BOTTOM = tuple(os.path.join(_PACKAGE, "rank", f"{name}.py") for name in ("main", "base", "function", "script"))
+# What runs a function, and what it calls on the way there. Other modules of ours run *above* user code.
+_BOTTOM = tuple(os.path.join(_PACKAGE, "rank", f"{name}.py") for name in ("main", "base", "function"))
 _BOTTOM += (os.path.join(_PACKAGE, "pytest", "rank", "run_test.py"),)  # what runs a test
 # What runs a function that is debugged.
 _BOTTOM += tuple(os.path.join(_PACKAGE, "rank", "debugging", f"{name}.py") for name in ("debugger", "ide"))
 _CELLS = os.path.join(_PACKAGE, "cells", "rank", "")  # what runs a notebook's cell
-_BOTTOM += (_CELLS,)
+_SCRIPTS = os.path.join(_PACKAGE, "run", "rank", "")  # what runs a script
+_BOTTOM += (_CELLS, _SCRIPTS)
 _LIBRARIES = (os.path.dirname(os.__file__) + os.sep, f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-_RANKS_OWN = (*(os.path.join(_PACKAGE, name, "") for name in ("rank", "protocol", "pytest")), _CELLS)
+_RANKS_OWN = (*(os.path.join(_PACKAGE, name, "") for name in ("rank", "protocol", "pytest")), _CELLS, _SCRIPTS)
 _DEBUGGER = os.path.join(_PACKAGE, "rank", "debugging", "")
 _CONTROL = os.path.join(_PACKAGE, "rank", "control.py")  # of a rank's thread that answers its agent
 RUNPY = "<frozen runpy>"

@@ -10,7 +10,8 @@ import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
-from mlaunch.cli.checks import PRINT_COMPLETION
+from mlaunch.cli.checks import OF_FEATURES, PRINT_COMPLETION
+from mlaunch.core import load
 
 
 def command() -> NoReturn:
@@ -36,14 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does with names that the locale cannot show
     try:
-        if arguments[:1] == ["run"]:  # whose script's arguments are not ours to read
-            from mlaunch.cli import run_command
+        if arguments and arguments[0] in OF_FEATURES:
+            module = load.room(arguments[0], "command", f"mlaunch {arguments[0]}")
+            if arguments[0] == "run":  # whose script's arguments are not ours to read
+                return int(module.main(arguments[1:]))
+        if arguments[:1] and arguments[0].partition("=")[0] == PRINT_COMPLETION:
+            from mlaunch.cli import completion
 
-            return run_command.main(arguments[1:])
-        if arguments[:1] and arguments[0].partition("=")[0] == PRINT_COMPLETION:  # made from the flags of run, too
-            from mlaunch.cli import run_command
-
-            return run_command.main(arguments, prog="mlaunch")
+            completion.parser().parse_args(arguments)
         from mlaunch.cli.parser import mlaunch_parser, refuse_script
 
         parser = mlaunch_parser()
@@ -55,4 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except (OSError, LookupError) as error:
         print(f"mlaunch: {error.args[0] if isinstance(error, LookupError) else error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("mlaunch."):
+            raise
+        print(f"mlaunch: {error}", file=sys.stderr)  # what of mlaunch is not there
         return 1

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlaunch._version import __version__
+from mlaunch.cli.checks import PRINT_COMPLETION
+from mlaunch.core import load
 
 
 class _Print(argparse.Action):
@@ -28,6 +30,13 @@ class _Print(argparse.Action):
         raise NotImplementedError
 
 
+def parser() -> argparse.ArgumentParser:
+    """Make the parser of ``mlaunch --print-completion``."""
+    found = argparse.ArgumentParser(prog="mlaunch", usage=f"mlaunch {PRINT_COMPLETION} SHELL")
+    found.add_argument(PRINT_COMPLETION, action=PrintCompletion)
+    return found
+
+
 class PrintCompletion(_Print):
     """Prints the script by which the shell that is named completes the command; shtab makes it."""
 
@@ -35,7 +44,7 @@ class PrintCompletion(_Print):
         shtab = _imported(parser, flag, "shtab", "shtab")
         if wanted not in shtab.SUPPORTED_SHELLS:
             parser.error(f"{flag} {wanted}: allowed: {', '.join(shtab.SUPPORTED_SHELLS)}")
-        return str(shtab.complete(_whole(parser), shell=wanted))
+        return str(shtab.complete(_whole(), shell=wanted))
 
 
 class PrintManPage(_Print):
@@ -44,10 +53,9 @@ class PrintManPage(_Print):
     def _text(self, parser: argparse.ArgumentParser, flag: str, wanted: object) -> str:
         del wanted
         manpage = _imported(parser, flag, "argparse_manpage.manpage", "argparse-manpage")
-        whole = _whole(parser)
         about = {"project_name": "mlaunch", "version": __version__, "manual_title": "mlaunch"}
         about["description"] = "run functions and scripts of PyTorch once per device"
-        return str(manpage.Manpage(whole, about, format="single-commands-section")).rstrip()
+        return str(manpage.Manpage(_whole(), about, format="single-commands-section")).rstrip()
 
 
 def _imported(parser: argparse.ArgumentParser, flag: str, module: str, package: str) -> Any:
@@ -58,8 +66,9 @@ def _imported(parser: argparse.ArgumentParser, flag: str, module: str, package: 
         parser.error(f"{flag} needs the package {package}: pip install 'mlaunch[completion]'")
 
 
-def _whole(run: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Makes the parser of the whole command, whose other parts ``mlaunch run`` does not import."""
+def _whole() -> argparse.ArgumentParser:
+    """Make the parser of the whole command, with the flags of ``mlaunch run`` if that is there."""
     from mlaunch.cli.parser import mlaunch_parser
 
-    return mlaunch_parser(run)
+    run = load.at_hand("run", "command")
+    return mlaunch_parser(None if run is None else run.parser("mlaunch run"))

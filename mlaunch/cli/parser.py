@@ -42,7 +42,8 @@ def mlaunch_parser(run: argparse.ArgumentParser | None = None) -> argparse.Argum
     parser.set_defaults(run=lambda _: parser.print_help())
     commands = parser.add_subparsers(metavar="COMMAND")
     parents = [] if run is None else [run]
-    commands.add_parser("run", help="run a script once per device, as torchrun does", add_help=False, parents=parents)
+    about = "run a script once per device, as torchrun does" if load.is_there("run") else "is not there"
+    commands.add_parser("run", help=about, add_help=False, parents=parents)
     ps_and_stacks.add_commands(commands)
     debug_command.add_command(commands)
     doctor.add_command(commands)
@@ -51,18 +52,11 @@ def mlaunch_parser(run: argparse.ArgumentParser | None = None) -> argparse.Argum
 
 
 def _add_command_of(feature: str, commands: ps_and_stacks.Commands) -> None:
-    """Add a feature's own command; where the feature is not there, one that says so."""
+    """Add a feature's own command. ``cli.main`` says so if the feature is not there."""
     if (module := load.at_hand(feature, "command")) is not None:
         module.add_command(commands)
-        return
-
-    def lacks(_args: argparse.Namespace) -> None:
-        try:
-            load.room(feature, "command", f"mlaunch {feature}")
-        except ModuleNotFoundError as error:
-            raise LookupError(str(error)) from None
-
-    commands.add_parser(feature, help="is not there").set_defaults(run=lacks)
+    else:
+        commands.add_parser(feature, help="is not there")
 
 
 def refuse_script(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:

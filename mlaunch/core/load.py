@@ -161,6 +161,15 @@ def module_of(feature: str, process: str) -> Any:
     return importlib.import_module(f"mlaunch.{feature}.{process}")
 
 
+def is_there(feature: str) -> bool:
+    """True if a feature's folder is there."""
+    try:
+        importlib.import_module(f"mlaunch.{feature}")
+    except ModuleNotFoundError:
+        return False
+    return True
+
+
 def turns_here() -> int:
     """Return how often this rank's function has come by what features count."""
     found: list[Any] = [sys.modules.get(f"mlaunch.{feature.name}.rank") for feature in FEATURES]

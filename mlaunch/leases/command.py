@@ -13,8 +13,8 @@ from mlaunch.cli.checks import UsageError, at_least
 
 if TYPE_CHECKING:
     from mlaunch.caller.server.fork_server import ForkServer
-    from mlaunch.cli.job import Job
     from mlaunch.core.grants import Grant
+    from mlaunch.run.command.job import Job
 
 GROUP = "how many ranks, and where"
 

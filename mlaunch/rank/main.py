@@ -7,6 +7,7 @@ import traceback
 from typing import NoReturn
 
 from mlaunch.base import cores
+from mlaunch.core import load
 from mlaunch.rank.base import Rank, RankArgs
 from mlaunch.rank.function import FunctionRank
 from mlaunch.rank.setup import process
@@ -37,6 +38,5 @@ def _rank(args: RankArgs) -> Rank:
         return KeptRank(args)
     if args.spec.command is None:
         return FunctionRank(args)
-    from mlaunch.rank.script import ScriptRank  # not needed by most launches
-
-    return ScriptRank(args, args.spec.command)
+    rank: Rank = load.module_of("run", "rank").ScriptRank(args, args.spec.command)
+    return rank

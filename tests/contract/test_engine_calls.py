@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 import mlaunch
 from mlaunch import LaunchError, LaunchTimeout, Ranks, launcher
-from mlaunch.cli import main, run_on_engine
+from mlaunch.cli import main
 from mlaunch.cli.ps_and_stacks import ask
 from mlaunch.engines import Command, Ends, Engine, Hosts, Placement, Ray, Slurm
 from mlaunch.engines.caller import lease
@@ -43,6 +43,7 @@ from mlaunch.protocol import registry, settings
 from mlaunch.protocol.messages.launch_messages import AgentStarted, Finished
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.protocol.visitors import STACKS, STATUS
+from mlaunch.run.command import run_on_engine
 from tests import builds, launches
 from tests.processes import children, said_in_fork, wait_until
 from tests.system.engine_caller import parent

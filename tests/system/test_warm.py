@@ -184,7 +184,7 @@ def test_all_variables_that_are_read_at_an_import_count(tmp_path: Path) -> None:
         pytest.skip("needs a C compiler")
     write(tmp_path, SHIM, "shim.c")
     subprocess.run([compiler, "-shared", "-fPIC", "-o", "shim.so", "shim.c", "-ldl"], cwd=tmp_path, check=True)
-    code = "from mlaunch.forkserver import imports; imports.load(('mlaunch.caller.launcher', 'mlaunch.rank.script'))"
+    code = "from mlaunch.forkserver import imports; imports.load(('mlaunch.caller.launcher', 'mlaunch.run.rank'))"
     changes = {"LD_PRELOAD": str(tmp_path / "shim.so"), "ASKED_FILE": str(tmp_path / "asked")}
     done = run(tmp_path, "-c", code, command=[sys.executable], **changes)
     assert done.returncode == 0, done.stderr

@@ -77,8 +77,9 @@ ROOMS = (
 
 # A feature is a folder. Its files are named after the process that runs them: whose room they are in.
 ROOM_OF_FILE = {
-    "__init__": "top", "command": "cli", "kernel": "notebook", "plugin": "caller", "member": "member",
-    "caller": "caller", "server": "forkserver", "agent": "agent", "rank": "rank", "wire": "protocol",
+    "__init__": "top", "__main__": "top", "command": "cli", "kernel": "notebook", "plugin": "caller",
+    "caller": "caller", "member": "member", "server": "forkserver", "agent": "agent", "rank": "rank",
+    "wire": "protocol",
 }  # fmt: skip
 ROOM_OF_NAME = {"_version": "base", "features": "base", "core": "protocol"}
 NAMES = {feature.name for feature in FEATURES}
@@ -140,13 +141,13 @@ def test_files_of_features_name_their_process() -> None:
         assert files - {"__pycache__"} <= ROOM_OF_FILE.keys(), feature
 
 
-# Several machines and the command are to be features, too, and pytest's plugin is one: they come after these.
+# Several machines are to be a feature, too; the command and pytest's plugin are: they come after these.
 MACHINES = {"engines", "rendezvous", "agent.joining_machines"}
 USED_BY = {
     "agreed_stop": MACHINES,
     "compat": {"launch"},
-    "engines": {"cli"},
-    "leases": {"cli", "pytest"},
+    "engines": {"run"},
+    "leases": {"pytest"},
     "sweeps": {"engines"},
 }
 
@@ -170,7 +171,7 @@ WORDS_OF_FEATURES = ("zygote",)  # which have left the core, down to its comment
 # The options that users' editors need to see are listed here, with what is written where.
 LISTS_OPTIONS = {"options", "features.py"}
 # Rooms of what is still to become a feature.
-NOT_THE_CORE = {"cli", "rendezvous", "joining_machines.py"}
+NOT_THE_CORE = {"rendezvous", "joining_machines.py"}
 
 
 def test_the_core_names_no_feature() -> None:

@@ -128,7 +128,7 @@ INSIDE = {
     "mlaunch.cells.rank.run_cell": "test_a_cell_is_ipythons",
     "mlaunch.cells.rank.shell": "test_a_cell_is_ipythons",
     "mlaunch.caller.warm_up": "test_the_first_launch_can_be_prepared_too",
-    "mlaunch.cli.job_spec": "test_the_plan",
+    "mlaunch.run.command.job_spec": "test_the_plan",
     "mlaunch.cli.secrets_in_text": "test_a_report_holds_what_helps_and_no_secret",
     "mlaunch.profile.command": "test_command_lines_that_are_refused",
     "mlaunch.engines.caller.launch.attempts": "test_machines_that_are_held",

@@ -14,9 +14,9 @@ import pytest
 
 from mlaunch.base import linux
 from mlaunch.base.exceptions import RankFailure
-from mlaunch.cli import engine_names
 from mlaunch.cli.ps_and_stacks import ask
 from mlaunch.engines import Ends
+from mlaunch.engines.caller import engine_names
 from mlaunch.engines.caller.launch.agents_of_machines import MergedAgent
 from mlaunch.engines.caller.launch.machine import Machine
 from mlaunch.engines.caller.launch.timeouts import Patience

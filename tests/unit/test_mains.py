@@ -16,8 +16,8 @@ from mlaunch import launcher
 from mlaunch.cli import main
 from mlaunch.compat.caller import server
 from mlaunch.forkserver.huge_pages import settle
-from mlaunch.rank import script
 from mlaunch.rendezvous.address import listen
+from mlaunch.run.rank import script
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,8 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from mlaunch.cli import flags
 from mlaunch.cli.parser import mlaunch_parser
+from mlaunch.run.command import flags
 from tests.conftest import ROOT
 
 # How often each is still there. Lower a number when you have lowered it; it never goes up.

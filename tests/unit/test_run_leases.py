@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from mlaunch.cli.job import Job, job_of
 from mlaunch.leases import command as lease_command
 from mlaunch.leases.caller.acquisition import Acquisition, Wish
 from mlaunch.leases.caller.lease_directory import place
+from mlaunch.run.command.job import Job, job_of
 from tests.processes import wait_until
 from tests.system.commands import run, start, write
 from tests.unit.test_flags import parse

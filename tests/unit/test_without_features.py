@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,12 +24,13 @@ ASKS = {
     "display": ("to_svg()", "mlaunch.LaunchReport('f()', 'here', 0.1, 0, 1, ()).to_svg()"),
     "engines": (
         "--engine ssh:a",
-        "import mlaunch.cli.run_command as run\nrun.main(['--engine', 'ssh:a', 'setup.cfg'])",
+        "import mlaunch.run.command.entry as run\nrun.main(['--engine', 'ssh:a', 'setup.cfg'])",
     ),
     "events": ("events='t'", CALL.format("events='t'")),
     "leases": ("lease=True", CALL.format("lease=True")),
     "numa": ("numa='node'", CALL.format("numa='node'")),
     "profile": ("profile='t'", CALL.format("profile='t'")),
+    "run": ("python -m mlaunch.launch", "import runpy\nrunpy.run_module('mlaunch.launch', run_name='__main__')"),
     "sweeps": ("print.submit()", "mlaunch.launcher(print, 1).submit()"),
     "warm": ("MLAUNCH_WARM=30m", f"import os; os.environ['MLAUNCH_WARM'] = '30m'; {CALL.format('')}"),
 }
@@ -86,13 +88,18 @@ def test_its_option_says_that_it_is_not_there(without: tuple[str, Path]) -> None
 def test_the_command_is_there(without: tuple[str, Path]) -> None:
     """And says so of a command that is a feature's own."""
     name, copy = without
-    if name == "warm":
-        done = python(copy, "-m", "mlaunch", "warm")
+    if name in {"run", "warm"}:
+        done = python(copy, "-m", "mlaunch", name, "--for", "8h")
         assert done.stderr == (
-            "mlaunch: mlaunch warm: this installation of mlaunch lacks mlaunch/warm, which does it; install mlaunch "
-            "again, or do without\n"
+            f"mlaunch: mlaunch {name}: this installation of mlaunch lacks mlaunch/{name}, which does it; install "
+            f"mlaunch again, or do without\n"
         )
-        assert (done.returncode, python(copy, "-m", "mlaunch", "ps").returncode) == (1, 0)
+        others = [python(copy, "-m", "mlaunch", *words).stdout for words in (["ps"], ["doctor", "--json"], ["--help"])]
+        assert all(others)
+        assert re.search(rf"^    {name} +is not there$", others[-1], re.MULTILINE)
+        assert done.returncode == 1
+    if name == "run":
+        return
     done = python(copy, "-m", "mlaunch", "run", "--help")
     assert done.returncode == 0, done.stderr
     assert FLAGS.get(name, "--cells") not in done.stdout

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from mlaunch.caller.options.launch_options import Options
+from mlaunch.core import load
 
 _RUNS = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 _OF_RANKS = {"restart": "bool", "idle_timeout": "float | None"}
@@ -187,9 +188,7 @@ def _value(name: str, text: str) -> Any:
     """Returns an option's value as its type says; ``Options`` checks it."""
     kind = _TYPES[name]
     if name == "engine":
-        from mlaunch.cli.engine_names import engine_named  # which few use
-
-        return engine_named(text)
+        return load.room("engines", "caller.engine_names", f"--engine {text}").engine_named(text)
     if "None" in kind and text.lower() == "none":
         return None
     if "Mapping" in kind:

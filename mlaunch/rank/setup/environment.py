@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from mlaunch.protocol import error_file, token
-from mlaunch.protocol.spec import LaunchSpec, ScriptTarget
+from mlaunch.protocol import token
+from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.rank.joining.recognise import OWNER
 from mlaunch.rank.setup import device
 from mlaunch.rendezvous import tcp_store
@@ -49,24 +49,6 @@ def of_rank(spec: LaunchSpec, local_rank: int, address: str, port: object) -> di
     own = identity(rank, spec.world_size, local_rank, spec.local_world_size, address, port)
     theirs = {name: value for name, value in spec.context.environ.items() if name not in _NOT_PASSED_ON}
     return {**theirs, **_defaults(spec, local_rank), **own, **_strings(launch)}
-
-
-def of_command(
-    spec: LaunchSpec, command: ScriptTarget, local_rank: int, rendezvous: tuple[str, object], runtime: str | None
-) -> dict[str, str]:
-    """Returns the whole environment of a rank that runs a command. ValueError as ``device.only``."""
-    environ = of_rank(spec, local_rank, *rendezvous)
-    environ |= {"ROLE_NAME": command.role, "TORCHELASTIC_RUN_ID": command.run_id, tcp_store.HOSTED_BY_AGENT: "True"}
-    # Several agents may have one role and different numbers of ranks, so a rank's place in the role is not its rank.
-    if command.role_start is not None:
-        environ |= {"ROLE_RANK": str(command.role_start + local_rank), "ROLE_WORLD_SIZE": str(command.role_size)}
-    environ[error_file.VARIABLE] = error_file.path_of(spec, local_rank)
-    if command.virtual_local_rank:
-        environ["LOCAL_RANK"] = "0"
-    if command.virtual_local_rank or (runtime in {"cuda", None} and len(device.instances(environ)) > local_rank):
-        # A script takes device LOCAL_RANK, of which a process sees the first alone where they are MIG instances.
-        environ |= device.only(local_rank, environ, runtime)
-    return environ
 
 
 def _strings(values: Mapping[str, object]) -> dict[str, str]:

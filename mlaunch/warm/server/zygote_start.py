@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 from mlaunch.base import linux
 from mlaunch.base.process_name import name_process
 from mlaunch.base.text import both_ends
+from mlaunch.core import load
 from mlaunch.forkserver import imports, preloads
 from mlaunch.forkserver.huge_pages import settle
 from mlaunch.protocol import payload
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 _STDIN = 0  # a file with the variables that the imports may read, and nothing after them
 _REASON = 8192  # bytes that a person is shown
-_USUAL = ("mlaunch.caller.launcher", "mlaunch.rank.script")  # what ranks of functions import, and those of scripts
 
 
 def main(word_fd: int, lock_fd: int, directory: str, idle: float, preload: Sequence[str], *, awaited: bool) -> NoReturn:
@@ -67,6 +67,11 @@ def main(word_fd: int, lock_fd: int, directory: str, idle: float, preload: Seque
         os._exit(code)
 
 
+def _usual() -> tuple[str, ...]:
+    """Return what ranks of functions import, and those of scripts."""
+    return ("mlaunch.caller.launcher", *(["mlaunch.run.rank"] if load.is_there("run") else []))
+
+
 def _import(
     directory: Path, idle: float, preload: tuple[str, ...], word: Channel[ZygoteHears, ZygoteSays]
 ) -> Zygote | None:
@@ -77,7 +82,7 @@ def _import(
     facts, record = import_facts.of_this_process(os.environ), ImportRecord()
     try:
         with record.reading():
-            offered, asked = imports.load(_USUAL)
+            offered, asked = imports.load(_usual())
         imports.finish(asked, collect=False)
         with _with_variables(payload.read(_STDIN)), record.reading(), record.drawing():
             preloads.load(preload)

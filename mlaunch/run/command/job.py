@@ -16,21 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.linux import working_directory
-from mlaunch.cli.checks import (
-    UsageError,
-    at_least,
+from mlaunch.cli.checks import UsageError, at_least, numbers, seconds_of
+from mlaunch.core import load
+from mlaunch.run.command.flag_values import (
     grace_period_of,
     is_here,
-    numbers,
     optional,
     preemptions_of,
     role_of,
-    seconds_of,
     signals_of,
     stall_of,
     token_of,
-)  # fmt: skip
-from mlaunch.core import load
+)
 
 if TYPE_CHECKING:
     from mlaunch.caller.options.launch_options import Options

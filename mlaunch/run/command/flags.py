@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from mlaunch.cli.completion import PrintCompletion, PrintManPage
-from mlaunch.cli.output import errors, note_error
 from mlaunch.core import load
+from mlaunch.run.command.output import errors, note_error
 
 STD_HELP = "0 none, 1 stdout, 2 stderr, 3 both, or by local rank: 0:3,1:2"
 DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"

@@ -9,14 +9,14 @@ from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.output_plan import STREAMS, OutputPlan, Policy
 from mlaunch.cli.checks import UsageError
-from mlaunch.cli.engine_names import engine_named
-from mlaunch.cli.job import Job
-from mlaunch.cli.output import Wishes
 from mlaunch.core.load import CallerParts
 from mlaunch.engines.caller.engine import Engine
+from mlaunch.engines.caller.engine_names import engine_named
 from mlaunch.engines.caller.launch.attempts import Attempts
 from mlaunch.engines.caller.launch.engine_launch import HostPrefix, Work
 from mlaunch.protocol.spec import LaunchSpec, ScriptTarget
+from mlaunch.run.command.job import Job
+from mlaunch.run.command.output import Wishes
 
 # Flags that an engine or its machines decide.
 _DECIDED = (

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from mlaunch.base.linux import working_directory
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.cli.checks import UsageError
-from mlaunch.cli.job import Job
 from mlaunch.protocol.spec import Context, LaunchSpec, ScriptTarget
+from mlaunch.run.command.job import Job
 
 
 def spec_of(

@@ -19,12 +19,13 @@ from mlaunch.base import rlimits
 from mlaunch.caller.interrupts import EndSignal
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.caller.server.start_server import Interpreter, start_interpreter
-from mlaunch.cli import flags
-from mlaunch.cli.checks import UsageError, behind_the_script
-from mlaunch.cli.job import Job, job_of, with_source
-from mlaunch.cli.output import Wishes, errors, fail, say, wishes_of
-from mlaunch.cli.statuses import FAILED, MISUSE, SIGNALLED
+from mlaunch.cli.checks import UsageError
 from mlaunch.core import load
+from mlaunch.run.command import flags
+from mlaunch.run.command.flag_values import behind_the_script
+from mlaunch.run.command.job import Job, job_of, with_source
+from mlaunch.run.command.output import Wishes, errors, fail, say, wishes_of
+from mlaunch.run.command.statuses import FAILED, MISUSE, SIGNALLED
 
 if TYPE_CHECKING:
     import argparse
@@ -47,7 +48,7 @@ def main(argv: Sequence[str], *, prog: str = "mlaunch run", of_launch: bool = Fa
         with _stopping_at(job.signals):
             job = job if args.dry_run else with_source(job)
             if engine is not None:
-                from mlaunch.cli.run_job import run_there
+                from mlaunch.run.command.run_job import run_there
 
                 return run_there(job, wishes, engine)
             status = _run(job, wishes, dry=args.dry_run)
@@ -72,9 +73,8 @@ def _job_of(args: argparse.Namespace) -> Job:
     job = job_of(args, os.environ)
     if getattr(args, "lease", None) is None:  # the flag is there if its feature is
         return job
-    from mlaunch.leases import command as lease_command
-
-    return lease_command.check(args, job)
+    checked: Job = load.module_of("leases", "command").check(args, job)
+    return checked
 
 
 def _engine_of(args: argparse.Namespace) -> Engine | None:
@@ -85,7 +85,7 @@ def _engine_of(args: argparse.Namespace) -> Engine | None:
         load.room("engines", "caller", f"--engine {args.engine}")
     except ModuleNotFoundError as error:
         raise UsageError(str(error)) from None
-    from mlaunch.cli.run_on_engine import engine_of
+    from mlaunch.run.command.run_on_engine import engine_of
 
     return engine_of(args)
 
@@ -97,7 +97,7 @@ def _run(job: Job, wishes: Wishes, *, dry: bool) -> int:
     uncounted = isinstance(job.size, int) and job.devices is None
     server = None if dry and uncounted else _server(like, environ)
     try:
-        from mlaunch.cli import run_job
+        from mlaunch.run.command import run_job
 
         if server is not None and not dry:
             return run_job.run_here(job, server, environ, wishes)

@@ -30,8 +30,9 @@ from mlaunch.protocol.messages.launch_messages import Phase
 from mlaunch.protocol.spec import ScriptTarget
 from mlaunch.rank.base import Rank, RankArgs
 from mlaunch.rank.remote_error import below_ours
-from mlaunch.rank.setup import device, environment, process
+from mlaunch.rank.setup import device, process
 from mlaunch.rank.whole_lines import Text, WholeLines
+from mlaunch.run.rank.environ import environ_of
 
 _STREAMS = ("stdin", "stdout", "stderr")
 
@@ -84,7 +85,7 @@ class ScriptRank(Rank):
         _open_streams()
         args, command = self._args, self._command
         runtime = device.offered().runtime if command.virtual_local_rank else None
-        environ = environment.of_command(self._spec, command, args.local_rank, args.rendezvous, runtime)
+        environ = environ_of(self._spec, command, args.local_rank, args.rendezvous, runtime)
         # torch's @record writes the error file without a look at its directory.
         os.makedirs(os.path.dirname(environ[error_file.VARIABLE]), exist_ok=True)
         self._take_surroundings(environ)

@@ -8,12 +8,13 @@ from collections.abc import Mapping
 
 from mlaunch.base.text import ranges
 from mlaunch.caller.launch.plan import Attempt, ThisMachine
-from mlaunch.cli.job import Job
-from mlaunch.cli.job_spec import spec_of
 from mlaunch.protocol.messages.launch_messages import Ready
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.rank.joining.recognise import OWNER
-from mlaunch.rank.setup import device, environment
+from mlaunch.rank.setup import device
+from mlaunch.run.command.job import Job
+from mlaunch.run.command.job_spec import spec_of
+from mlaunch.run.rank.environ import environ_of
 
 _AT_THE_START = "(chosen at the start)"
 _OWN = "TORCHELASTIC_ERROR_FILE"  # differs between ranks although it names no rank
@@ -72,7 +73,7 @@ def _environment(
         return {}
     port = job.port if job.nodes == 1 and job.port else _AT_THE_START
     known = dataclasses.replace(spec, interface="lo" if job.nodes == 1 else _AT_THE_START)
-    found = environment.of_command(known, spec.command, local_rank, ("127.0.0.1", port), runtime)
+    found = environ_of(known, spec.command, local_rank, ("127.0.0.1", port), runtime)
     found.setdefault("OMP_NUM_THREADS", str(device.threads_of(spec.local_world_size)))
     del found[OWNER]  # the rank's own process
     return {name: value for name, value in found.items() if environ.get(name) != value or name == "OMP_NUM_THREADS"}

@@ -22,9 +22,9 @@ from mlaunch.base.text import without_escapes
 from mlaunch.caller.output import files
 from mlaunch.caller.output.output_plan import STREAMS, OutputPlan, Policy
 from mlaunch.cli.checks import UsageError, numbers
-from mlaunch.cli.statuses import MISUSE, SIGNALLED, STOPPED
 from mlaunch.core import load
 from mlaunch.protocol import error_file
+from mlaunch.run.command.statuses import MISUSE, SIGNALLED, STOPPED
 
 _PREFIX = "[${role_name}${local_rank}]:"  # torchrun's
 _PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"

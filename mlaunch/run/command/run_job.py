@@ -1,6 +1,6 @@
 """What ``mlaunch run`` does once its fork server is on its way: plans, starts, and tells how it ended.
 
-``run_command`` imports this after it has asked for the fork server, which gets ready meanwhile.
+``entry`` imports this after it has asked for the fork server, which gets ready meanwhile.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from mlaunch.caller.launch.start import start_launch
 from mlaunch.caller.report.history import History
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.cli.checks import UsageError
-from mlaunch.cli.job import Job
-from mlaunch.cli.job_spec import spec_of
-from mlaunch.cli.output import Wishes, annotate, directory_of, fail, output_plan, say, without_output
-from mlaunch.cli.statuses import FAILED, STOPPED, TIMED_OUT, status_of
+from mlaunch.core import load
 from mlaunch.core.load import CallerParts, as_flag
 from mlaunch.rank.setup import device
+from mlaunch.run.command.job import Job
+from mlaunch.run.command.job_spec import spec_of
+from mlaunch.run.command.output import Wishes, annotate, directory_of, fail, output_plan, say, without_output
+from mlaunch.run.command.statuses import FAILED, STOPPED, TIMED_OUT, status_of
 
 if TYPE_CHECKING:
     from mlaunch.engines.caller.engine import Engine
@@ -34,7 +35,7 @@ Attempts = Callable[[CallerParts], Ended]  # all of a job; how the last one ende
 
 def describe_here(job: Job, server: ForkServer | None, environ: dict[str, str]) -> int:
     """Prints what would be done; ``server``: None where nothing has to be counted. Returns the exit status."""
-    from mlaunch.cli.dry_run import describe
+    from mlaunch.run.command.dry_run import describe
 
     try:
         if server is None and isinstance(job.size, int):
@@ -52,9 +53,7 @@ def run_here(job: Job, server: ForkServer, environ: dict[str, str], wishes: Wish
         with _parts_of(job) as parts:
             if job.lease is None:
                 return _carry_out(job, _on_its_devices(job, server, environ, wishes, ()), parts)
-            from mlaunch.leases import command as lease_command
-
-            job, granted = lease_command.take(job, server, environ, say)
+            job, granted = load.module_of("leases", "command").take(job, server, environ, say)
             try:
                 attempts = _on_its_devices(job, server, dict(granted.environ), wishes, granted.held)
                 return _carry_out(job, attempts, parts)
@@ -92,7 +91,7 @@ def _on_its_devices(
 
 def run_there(job: Job, wishes: Wishes, engine: Engine) -> int:
     """Runs the job on an engine's machines; returns the exit status."""
-    from mlaunch.cli.run_on_engine import There
+    from mlaunch.run.command.run_on_engine import There
 
     size = job.size if isinstance(job.size, int) else 1
     there = There(job, engine, wishes, _directory(wishes, size, job), say)

@@ -1,0 +1,8 @@
+"""``python -m mlaunch.run``."""
+
+import sys
+
+from mlaunch.run.command.entry import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], prog="python -m mlaunch.run"))
