@@ -17,12 +17,18 @@ import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mlaunch.base import linux
 from mlaunch.base.fds import in_forks, renewed
 
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from mlaunch.core.grants import Need
+
 _Handler = Callable[[int, FrameType | None], Any]
+T = TypeVar("T")
 _MARK = "_mlaunch_by_handler"
 _SIGNALS = (
     signal.SIGINT,
@@ -167,6 +173,24 @@ def wait_readable(fds: Sequence[int], timeout: float | None = None) -> list[int]
     """Waits as ``linux.wait_readable``, and can be interrupted."""
     with allowed():
         return linux.wait_readable(fds, timeout)
+
+
+def carry_out(steps: Generator[Need, None, T]) -> T:
+    """Drive steps to their end in this thread; return that. An interrupt is raised where they wait."""
+    try:
+        need = next(steps)
+        while True:
+            try:
+                if not need.row:  # which only a process with many calls has
+                    with allowed():
+                        linux.wait_readable(need.fds, need.timeout)
+            except BaseException as interrupt:  # Ctrl-C, or what another signal handler raised
+                need = steps.throw(interrupt)
+            else:
+                need = next(steps)
+    except StopIteration as done:
+        value: T = done.value
+        return value
 
 
 class Condition(_thread.RLock):  # type: ignore[misc]  # stubs call it final; CPython has it be subclassed

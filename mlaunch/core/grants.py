@@ -1,4 +1,8 @@
-"""What an attempt waits for before it starts, and what it may use then: records of ``CallerPart.acquire``."""
+"""What the steps of a call wait for, and what an attempt may use once it need not wait any more.
+
+Steps are a generator that yields each ``Need`` and returns how they ended. ``interrupts.carry_out`` drives one in its
+thread; another loop may drive many in one.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +37,19 @@ class Grant:
 
 
 @frozen_record
-class Delay:
-    """What a part waits for: one of the descriptors, or the seconds.
+class Need:
+    """What steps wait for: one of the descriptors, or the seconds; neither: somebody wakes them.
 
     Attributes:
-        text: Who waits for what, for people: "train() waits for 2 of devices 0-7, after ...".
+        text: Who waits for what, for people: "train() waits for 2 of devices 0-7, after ...". In a thread that drives
+            many, the others go first: one that ends may say that this one is to be given up.
         row: What it is about to wait for, by name. Where one process has many calls that want the same, one at a time
-            goes on from here.
+            continues from here.
+        firm: Meanwhile something happens that cannot be given up.
     """
 
     text: str = ""
     fds: Sequence[int] = ()
     timeout: float | None = None
     row: tuple[str, ...] = ()
+    firm: bool = False

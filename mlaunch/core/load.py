@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mlaunch.caller.options.launch_options import Options
     from mlaunch.caller.server.fork_server import ForkServer
     from mlaunch.caller.server.start_server import Interpreter
-    from mlaunch.core.grants import Delay, Grant
+    from mlaunch.core.grants import Grant, Need
     from mlaunch.core.parts import CallerPart, MachinePart, RankPart, Spell, Tell
     from mlaunch.protocol.spec import LaunchSpec
 
@@ -58,7 +58,6 @@ class CallerParts:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @property
     def is_last(self) -> bool:
         """True if no attempt follows the present one."""
         return any(part.is_last for part in self._parts.values())
@@ -75,7 +74,7 @@ class CallerParts:
         for name, part in self._parts.items():
             part.attach(functools.partial(tell, name))
 
-    def acquire(self, grant: Grant, server: ForkServer, name: str) -> Generator[Delay, None, Grant]:
+    def acquire(self, grant: Grant, server: ForkServer, name: str) -> Generator[Need, None, Grant]:
         """Wait for what an attempt needs, one part after the other; to be closed by whoever stops waiting."""
         for part in self._parts.values():
             try:

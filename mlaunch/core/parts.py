@@ -35,7 +35,7 @@ from mlaunch.base.frozen_record import frozen_record
 if TYPE_CHECKING:
     from mlaunch.caller.launch.settle import Ended
     from mlaunch.caller.server.fork_server import ForkServer
-    from mlaunch.core.grants import Delay, Grant
+    from mlaunch.core.grants import Grant, Need
     from mlaunch.protocol.spec import LaunchSpec
 
 Spell = Callable[[str, object], str]  # an option and its value as the user gave them: "profile='a'", "--profile a"
@@ -72,7 +72,7 @@ class CallerPart:
     def attach(self, tell: Callable[[object], None]) -> None:
         """Take the way to this feature's part in the agent of an attempt that has begun. For signal handlers, too."""
 
-    def acquire(self, grant: Grant, server: ForkServer, name: str) -> Generator[Delay, None, Grant]:  # noqa: ARG002
+    def acquire(self, grant: Grant, server: ForkServer, name: str) -> Generator[Need, None, Grant]:  # noqa: ARG002
         """Wait for what an attempt of ``name()`` needs; return what it may use. Closed, it gives up its place."""
         return grant
         yield

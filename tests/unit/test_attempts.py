@@ -8,6 +8,7 @@ from typing import Any
 
 from mlaunch import LaunchError
 from mlaunch.base.exceptions import RankFailure
+from mlaunch.caller.interrupts import carry_out
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.caller.launch.restarts import with_restarts
 from mlaunch.caller.options.launch_options import Options
@@ -17,11 +18,12 @@ from mlaunch.protocol.messages.launch_messages import Ready
 def test_a_restart_has_what_is_left_of_the_deadline() -> None:
     given: list[float | None] = []
 
-    def attempt(left: float | None, _restart_count: int) -> Any:
-        given.append(left)
+    def attempt(number: Attempt) -> Any:
+        yield from ()
+        given.append(number.time_left)
         return SimpleNamespace(error=LaunchError("no such luck", [RankFailure(0, 1, "raised")], {}, {}))
 
-    with_restarts(attempt, "train()", 60.0, 2, lambda _why: None)
+    carry_out(with_restarts(attempt, "train()", 60.0, 2, lambda _why: None))
     assert (len(given), given[0]) == (3, 60.0)
     assert all(later < earlier for earlier, later in itertools.pairwise(given))  # type: ignore[operator]
     machine = ThisMachine(Ready("2.13", None, ("gloo",)), lambda _environ: 0)
@@ -33,10 +35,12 @@ def errors_of_attempts(*ends: LaunchError) -> tuple[list[str], LaunchError]:
     """What is told of attempts that end so, with as many restarts as there may be, and how the last one has ended."""
     told: list[str] = []
     left = iter(ends)
-    ended = with_restarts(
-        lambda _left, _count: SimpleNamespace(error=next(left)),  # type: ignore[arg-type,return-value]
-        "train()", None, len(ends) - 1, told.append,
-    )  # fmt: skip
+
+    def attempt(_number: Attempt) -> Any:
+        yield from ()
+        return SimpleNamespace(error=next(left))
+
+    ended = carry_out(with_restarts(attempt, "train()", None, len(ends) - 1, told.append))
     return told, ended.error  # type: ignore[return-value]
 
 
@@ -85,10 +89,11 @@ def test_a_launch_that_somebody_has_ended_is_not_started_again() -> None:
     """On another machine, say."""
     given: list[int] = []
 
-    def attempt(_left: float | None, restart_count: int) -> Any:
-        given.append(restart_count)
+    def attempt(number: Attempt) -> Any:
+        yield from ()
+        given.append(number.restart_count)
         ended = RankFailure(None, 0, "was interrupted", subject="the call on host h1", final=True)
         return SimpleNamespace(error=LaunchError("no such luck", [ended], {}, {}))
 
-    with_restarts(attempt, "train()", None, 2, lambda _why: None)
+    carry_out(with_restarts(attempt, "train()", None, 2, lambda _why: None))
     assert given == [0]

@@ -1,10 +1,13 @@
 """One call of a decorated function, in the caller's process: plan it, start it, and again if it fails and may.
 
 call_on_ranks
-  +-> _Attempts: server ready -> all granted -> planned -> started -> LaunchHandle.wait -> Ended
+  +-> CallWork.steps: server ready -> all granted -> planned -> started -> LaunchHandle.drive -> Ended
          ^         |                                            |
          +---------+  the server was gone before anything ran   |  (TRIES times)
          +------------------------------------------------------+  a rank failed (max_restarts times)
+
+Each of these is a generator of what it waits for, which ``interrupts.carry_out`` drives here, and ``submit`` in a
+thread of many.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import importlib.util
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,21 +29,23 @@ from mlaunch.caller import interrupts
 from mlaunch.caller.launch import hints
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.caller.launch.restarts import with_restarts
-from mlaunch.caller.launch.settle import Ended
+from mlaunch.caller.launch.settle import Ended, Steps
 from mlaunch.caller.launch.start import start
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.live import StartingLine
-from mlaunch.caller.output.output_plan import output_plan, place_of, with_directory
+from mlaunch.caller.output.output_plan import OutputPlan, output_plan, place_of, with_directory
 from mlaunch.caller.report.history import History
 from mlaunch.caller.server import start_server
 from mlaunch.caller.server.fork_server import ForkServer, ServerGoneError
 from mlaunch.caller.server.warm import warm_server
 from mlaunch.caller.warn import warn_caller
-from mlaunch.core.grants import Grant
+from mlaunch.core.grants import Grant, Need
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import Context, LaunchSpec
 
 if TYPE_CHECKING:
+    from mlaunch.caller.launch.handle import LaunchHandle
+    from mlaunch.caller.output.live import LivePlace
     from mlaunch.core.load import CallerParts
 
 # A warm server that is killed just before the call still looks alive, and so does a prepared launch.
@@ -56,22 +61,22 @@ def call_on_ranks(
         options = _debugged(options, name)
     options = with_directory(options, name)
     flush_streams()  # what was printed before the call stands before what the ranks print
-    attempts = _Attempts(options, Call(function, args, kwargs), name)
+    work = CallWork(options, Call(function, args, kwargs), name)
     try:
         if options.features:
-            return with_parts(options, lambda parts: dataclasses.replace(attempts, parts=parts).all())
+            return with_parts(options, lambda parts: dataclasses.replace(work, parts=parts).steps())
         # Python runs signal handlers between any two steps, also between receiving a descriptor and keeping it: of
         # 400 interrupts within the first 12 ms of a call some leaked descriptors, and one lost the fork server's
         # first word.
         with interrupts.deferred():
-            return attempts.all()
+            return interrupts.carry_out(work.steps())
     except OSError as error:
         rlimits.name_limit(error)
         raise
 
 
-def with_parts(options: Options, make: Callable[[CallerParts], Ended]) -> Ended:
-    """Return how the attempts ended that ``make`` makes with the parts of what the options ask for."""
+def with_parts(options: Options, make: Callable[[CallerParts], Steps]) -> Ended:
+    """Return how the steps ended that ``make`` makes with the parts of what the options ask for."""
     from mlaunch.core.load import CallerParts  # which most calls do not need
 
     parts: CallerParts | None = None
@@ -80,7 +85,7 @@ def with_parts(options: Options, make: Callable[[CallerParts], Ended]) -> Ended:
             parts = CallerParts(options)
         # Those that take signals over do so before the deferral, which passes them on where nothing is in flight.
         with parts.around(), interrupts.deferred():
-            ended = make(parts)
+            ended = interrupts.carry_out(make(parts))
             parts.settled(ended, warn_caller)
             return ended
     finally:
@@ -101,27 +106,36 @@ def _debugged(options: Options, name: str) -> Options:
 
 
 @dataclass(frozen=True)
-class _Attempts:
-    """What all attempts of a call have in common."""
+class CallWork:
+    """What all attempts of a call on ranks of its own have in common.
+
+    ``many``: its thread drives others, too, which must not wait for it. ``surroundings``: of the moment at which it was
+    asked for; None: those of each attempt. ``granted`` takes what an attempt may use, once it need not wait any more,
+    and says so; ``around`` is held while its ranks run.
+    """
 
     options: Options
     call: Call
     name: str
     parts: CallerParts | None = None
+    surroundings: Context | None = None
+    many: bool = False
+    output: Callable[[Options, LaunchSpec, LivePlace | None], OutputPlan] = output_plan
+    granted: Callable[[Grant], Grant] | None = None
+    around: Callable[[LaunchHandle], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
 
-    def all(self) -> Ended:
-        """Returns how the last one ended."""
+    def steps(self) -> Steps:
+        """Make all attempts; return how the last one ended."""
         again = self.options.deadline, self.options.max_restarts
-        return with_restarts(
-            self._make, self.name, *again, warn_caller, lambda: self.parts is not None and self.parts.is_last
-        )
+        return with_restarts(self.attempt, self.name, *again, warn_caller, self.parts)
 
-    def _make(self, time_left: float | None, restart_count: int) -> Ended:
+    def attempt(self, number: Attempt) -> Steps:
+        """Make one attempt, and others in its place if agent or fork server were gone before anything ran."""
         left = TRIES
         while True:
             left -= 1
             try:
-                return self._try(Attempt(restart_count, time_left, self.parts))
+                return (yield from self._try(number))
             except ServerGoneError as error:
                 if self.options.start_method != "forkserver":  # then the server was this call's own
                     raise
@@ -131,63 +145,78 @@ class _Attempts:
                         f"kernel, for want of memory (dmesg), or a limit of this machine"
                     ) from error
 
-    def _try(self, number: Attempt) -> Ended:
-        """Returns how one attempt ended. ServerGoneError: nothing was started, since a process of ours was gone."""
-        options, name, history = self.options, self.name, History()
-        environ = {**os.environ, **(options.env or {})}
+    def _try(self, number: Attempt) -> Steps:
+        """Return how one attempt ended. ServerGoneError: nothing has run, since agent or fork server were gone."""
+        options, name, around, history = self.options, self.name, self.surroundings, History()
+        environ = {**(os.environ if around is None else around.environ), **(options.env or {})}
         server = server_for(options, self.call, environ)
         try:  # not a context manager of contextlib's, which would set attributes of what passes through it
-            place = place_of(options)
+            place = None if self.many else place_of(options)
             with StartingLine(name, place) as line:
-                ready = server.ready(number.time_left, line.show)
-                grant = acquired(self.parts, Grant(options, environ), server, name, line.tell_wait, line.silence)
+                while self.many and server.waits_for:  # the import of torch takes seconds
+                    yield Need(fds=server.waits_for)
+                machine = ThisMachine(server.ready(number.time_left, line.show), server.count_devices)
+                grant = Grant(options, environ)
+                if number.parts is not None:
+                    steps = number.parts.acquire(grant, server, name)
+                    grant = yield from steps if self.many else with_words(steps, line.tell_wait, line.silence)
             try:  # until the launch's processes hold what it was granted
-                spec = planned(grant, ThisMachine(ready, server.count_devices), name, number)
+                if self.granted is not None:
+                    grant = self.granted(grant)
+                spec = planned(grant, machine, name, number, around)
                 history.ready = time.monotonic()
-                handle = start(grant, server, spec, self.call, output_plan(options, spec, place), history)
+                handle = start(grant, server, spec, self.call, self.output(options, spec, place), history)
             finally:
                 grant.give_back()
-            try:
-                if self.parts is not None:
-                    handle.attach(self.parts)
-                ended = handle.wait()
-                if options.start_method == "forkserver":
-                    hints.tell_imports(name, history.board)
-                return ended
-            finally:
-                handle.close()
+            return (yield from self._drive(handle, number))
         finally:
             if options.start_method != "forkserver":
                 server.close()
 
+    def _drive(self, handle: LaunchHandle, number: Attempt) -> Steps:
+        try:
+            if number.parts is not None:
+                handle.attach(number.parts)
+            with self.around(handle):
+                ended = yield from handle.drive()
+            if self.options.start_method == "forkserver" and not self.many:
+                hints.tell_imports(self.name, handle.history.board)
+            return ended
+        finally:
+            handle.close()
+
 
 def acquired(
-    parts: CallerParts | None, grant: Grant, server: ForkServer, name: str, tell: Callable[[str], None],
+    parts: CallerParts, grant: Grant, server: ForkServer, name: str, tell: Callable[[str], None],
     silence: float = 0.0,
 ) -> Grant:  # fmt: skip
-    """Returns what an attempt may use: at once, or after a wait, of which ``tell`` gets the reasons.
+    """Wait in this thread for what an attempt may use, to be given back once it is started. Can be interrupted.
 
-    ``silence``: seconds for which it gets none. Can be interrupted. To be given back once the attempt is started.
+    ``tell`` gets the reasons, after ``silence``, in seconds.
     """
-    if parts is None:
-        return grant
-    with contextlib.closing(parts.acquire(grant, server, name)) as steps:
+    return interrupts.carry_out(with_words(parts.acquire(grant, server, name), tell, silence))
+
+
+def with_words(
+    steps: Generator[Need, None, Grant], tell: Callable[[str], None], silence: float
+) -> Generator[Need, None, Grant]:
+    """Pass steps on, and tell what each of them waits for, after so many seconds of silence."""
+    with contextlib.closing(steps):
         told, tell_at = "", time.monotonic() + silence
         while True:
             try:
-                wait = next(steps)
+                need = next(steps)
             except StopIteration as done:
                 granted: Grant = done.value
                 return granted
-            if wait.row:  # which only a process with many calls has
-                continue
-            left, timeout = tell_at - time.monotonic(), wait.timeout
-            if wait.text != told and left <= 0:
-                tell(wait.text)
-                told = wait.text
-            elif wait.text != told:
-                timeout = left if timeout is None else min(left, timeout)
-            interrupts.wait_readable(wait.fds, timeout)
+            left = tell_at - time.monotonic()
+            if need.text != told and left <= 0:
+                tell(need.text)
+                told = need.text
+            elif need.text != told:
+                timeout = left if need.timeout is None else min(left, need.timeout)
+                need = dataclasses.replace(need, timeout=timeout)
+            yield need
 
 
 def planned(

@@ -22,7 +22,7 @@ from mlaunch.base.fds import KeptFd
 from mlaunch.caller import interrupts
 from mlaunch.caller.interrupts import EndSignal
 from mlaunch.caller.launch.outcome import Outcome
-from mlaunch.caller.launch.settle import Ended, add_note, settle
+from mlaunch.caller.launch.settle import Ended, Steps, add_note, settle
 from mlaunch.caller.launch.stall_watch import Stalled, StallWatch
 from mlaunch.caller.launch.status import words_on
 from mlaunch.caller.launch.watchdog import Backing, Killed, Limits, remove_names
@@ -30,6 +30,7 @@ from mlaunch.caller.output.relay import Events, Relay
 from mlaunch.caller.report.history import History
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.server.fork_server import ServerGoneError
+from mlaunch.core.grants import Need
 from mlaunch.protocol import visitors
 from mlaunch.protocol.messages.debug_messages import Visited
 from mlaunch.protocol.messages.launch_messages import AgentStarted, Cancel, Finished, RankStarted, Reaped
@@ -49,7 +50,7 @@ class LaunchHandle:
     """A launch that has been sent to its fork server.
 
     It can be driven from any loop: wait until ``fileno()`` can be read, or ``timeout()`` is over, then ``step()``,
-    until that is False. ``wait()`` is such a loop.
+    until that is False. ``drive()`` has these steps.
     """
 
     spec: LaunchSpec
@@ -145,17 +146,17 @@ class LaunchHandle:
     def _take_answers(self, ready: set[int]) -> None:
         """Takes in what ranks have sent without their agent."""
 
-    def wait(self) -> Ended:
-        """Waits for the launch's last process. An interrupt ends the launch, and is how it ended.
+    def drive(self) -> Steps:
+        """Wait for the launch's last process. An interrupt ends the launch, and is how it ended.
 
         Raises:
             ServerGoneError: The fork server, or the agent, was gone before the call began; nothing has run.
         """
         try:
-            readable: Events | None = None
-            while self.step(readable):
-                with interrupts.allowed():
-                    readable = self.relay.wait(self.timeout())
+            while self.step():
+                yield Need(fds=(self.relay.fileno(),), timeout=self.timeout())
+        except GeneratorExit:  # nobody drives it any more
+            raise
         except BaseException as interrupt:  # Ctrl-C, or what another signal handler raised: end the launch first
             self._cancel(interrupt.number if isinstance(interrupt, EndSignal) else 0)
             if self.outcome.stacks:
@@ -164,7 +165,7 @@ class LaunchHandle:
         return self.end()
 
     def end(self) -> Ended:
-        """Says how it ended, after its last word, and shows what ranks printed last; raises as ``wait``."""
+        """Says how it ended, after its last word, and shows what ranks printed last; raises as ``drive``."""
         self._finish_output()
         if self.never_began and self.outcome.interrupt is None:
             raise ServerGoneError(f"{self.outcome.broken or 'its agent left'} before it could start {self.spec.name}")

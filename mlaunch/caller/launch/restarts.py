@@ -5,11 +5,16 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout, report_of
 from mlaunch.base.frames import innermost_users
-from mlaunch.caller.launch.settle import Ended
+from mlaunch.caller.launch.plan import Attempt
+from mlaunch.caller.launch.settle import Steps
 from mlaunch.caller.report.notebook import short_name
+
+if TYPE_CHECKING:
+    from mlaunch.core.load import CallerParts
 
 _OF_IMPORTS = {"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"}
 _MISUSE = 2  # with which argparse ends
@@ -18,27 +23,30 @@ _FRAME = re.compile(r'File "(.+?)", line (\d+)')
 
 
 def with_restarts(
-    attempt: Callable[[float | None, int], Ended],
+    attempt: Callable[[Attempt], Steps],
     name: str,
     deadline: float | None,
     max_restarts: int,
     tell: Callable[[str], None],
+    parts: CallerParts | None = None,
     is_to_stop: Callable[[], object] = bool,
-) -> Ended:
-    """Returns how ``attempt(seconds left of the deadline, restart_count)`` ended, at the latest the last time.
+) -> Steps:
+    """Make attempts at a call, ``max_restarts`` after the first one at most; return how the last one ended.
 
     What somebody ended, or whose time was over, is not started again, nor what ``is_to_stop``, nor what a restart does
-    not mend (see ``Course``). ``tell`` gets why, before each restart, or instead of one.
+    not mend (see ``Course``). ``tell`` gets why, before each restart, or instead of one. ``deadline``: of all attempts
+    together, in seconds.
     """
     start, left, course = time.monotonic(), deadline, Course()
     for restart_count in range(max_restarts):
-        ended = attempt(left, restart_count)
-        if is_to_stop() or not may_be_repeated(ended.error) or not course.goes_on(ended.error, name, tell):
+        ended = yield from attempt(Attempt(restart_count, left, parts))
+        last = is_to_stop() or (parts is not None and parts.is_last())
+        if last or not may_be_repeated(ended.error) or not course.goes_on(ended.error, name, tell):
             return ended
         tell(again(name, restart_count, max_restarts, ended.error))
         if deadline is not None:
             left = max(0.0, deadline - (time.monotonic() - start))
-    ended = attempt(left, max_restarts)
+    ended = yield from attempt(Attempt(max_restarts, left, parts))
     if may_be_repeated(ended.error):
         course.goes_on(ended.error, name, bool)
     return ended

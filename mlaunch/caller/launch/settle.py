@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import pickle
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout, RankFailure
@@ -20,6 +20,7 @@ from mlaunch.caller.report.failure_text import FailureText, doing_of, in_order, 
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.report.user_frames import hide_ours
 from mlaunch.caller.warn import warn_caller
+from mlaunch.core.grants import Need
 from mlaunch.protocol.messages.launch_messages import Phase
 from mlaunch.protocol.stack_dump import main_frames, text_of
 
@@ -43,6 +44,9 @@ class Ended:
             return self.values
         finally:
             del self  # else the error's traceback would hold the error, and what it maps would wait for the collector
+
+
+Steps = Generator[Need, None, Ended]
 
 
 def settle(outcome: Outcome, report: Callable[[], LaunchReport], *, lost: bool = False) -> Ended:

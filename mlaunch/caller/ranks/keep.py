@@ -12,9 +12,11 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from mlaunch.base.fds import in_forks
+from mlaunch.caller import interrupts
 from mlaunch.caller.launch.call import acquired
+from mlaunch.caller.launch.plan import Attempt
 from mlaunch.caller.launch.restarts import with_restarts
-from mlaunch.caller.launch.settle import Ended
+from mlaunch.caller.launch.settle import Ended, Steps
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.live import StartingLine
 from mlaunch.caller.output.output_plan import place_of
@@ -75,13 +77,14 @@ def call_on_kept(
 
     name = f"{getattr(function, '__qualname__', type(function).__qualname__)}()"
 
-    def attempt(time_left: float | None, _restart_count: int) -> Ended:
+    def attempt(number: Attempt) -> Steps:
         call = Call(function, args, kwargs, seed=options.seed)
         if not options.features:
-            return on_shared(options, lambda ranks: ranks.call(options.replaced({"deadline": time_left}), call))
-        return _on_granted(options.replaced({"deadline": time_left}), call, name)
+            return on_shared(options, lambda ranks: ranks.call(options.replaced({"deadline": number.time_left}), call))
+        return _on_granted(options.replaced({"deadline": number.time_left}), call, name)
+        yield  # nothing: a call on ranks that stay waits in its own way
 
-    return with_restarts(attempt, name, options.deadline, options.max_restarts, warn_caller)
+    return interrupts.carry_out(with_restarts(attempt, name, options.deadline, options.max_restarts, warn_caller))
 
 
 def _on_granted(options: Options, call: Call, name: str) -> Ended:

@@ -20,6 +20,7 @@ from mlaunch.caller.launch.call import TRIES
 from mlaunch.caller.launch.plan import Attempt
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.output_plan import OutputPlan
+from mlaunch.core.grants import Need
 from mlaunch.engines.caller.launch.engine_call import call_on_machines
 from mlaunch.engines.caller.launch.engine_launch import MachinesLaunch, StartedLaunch, Work, with_hosts
 from mlaunch.engines.caller.launch.kept_launch import open_on_machines
@@ -32,11 +33,10 @@ from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import LaunchSpec
 
 if TYPE_CHECKING:
-    from mlaunch.caller.launch.settle import Ended
+    from mlaunch.caller.launch.settle import Ended, Steps
     from mlaunch.caller.ranks.session import RanksLaunch
     from mlaunch.caller.ranks.stay_rules import StayRules
     from mlaunch.sweeps.caller.run_future import RunCourse
-    from mlaunch.sweeps.caller.submitted_call import Need, Steps
 
 T = TypeVar("T")
 
@@ -102,8 +102,6 @@ class Cluster:
 
         If machines turn out to be lost before anything has run there, others are taken.
         """
-        from mlaunch.sweeps.caller.submitted_call import Need, go_on  # whose calls alone come here
-
         left = TRIES
         while True:
             left -= 1
@@ -112,8 +110,7 @@ class Cluster:
             try:
                 course.starting = False
                 while not self._queue.take(claim):
-                    yield Need(later=True)
-                    go_on(course)
+                    yield Need(f"{name} waits for machines")
                 course.starting = True
                 course.begins()
                 part = yield from _elsewhere(functools.partial(self._part, claim), course)
@@ -249,7 +246,7 @@ class HeldPart(PlacedMachines):
 
     def attempt(self, options: Options, call: Call, name: str, number: Attempt, course: RunCourse) -> Steps:
         """Make one attempt of a submitted call here."""
-        from mlaunch.sweeps.caller.submitted_call import driven, on_kept, output_of
+        from mlaunch.sweeps.caller.submitted_call import follows, on_kept, output_of  # whose calls alone come here
 
         if options.keep is not None:
             own = {"engine": self, "machines": None, "deadline": number.time_left}
@@ -270,7 +267,11 @@ class HeldPart(PlacedMachines):
 
         started = yield from _elsewhere(start, course)
         try:
-            ended = yield from driven(started.handle, course)
+            try:
+                with follows(course, started.handle):
+                    ended = yield from started.handle.drive()
+            finally:
+                started.handle.close()
         except BaseException:
             started.close()
             raise
@@ -294,8 +295,6 @@ class HeldPart(PlacedMachines):
 
 def _elsewhere(work: Callable[[], T], course: RunCourse) -> Generator[Need, None, T]:
     """Wait for what a thread of the call's own does: the one that drives all launches must not block for seconds."""
-    from mlaunch.sweeps.caller.submitted_call import Need
-
     future = Future[T]()
 
     def run() -> None:
@@ -308,7 +307,7 @@ def _elsewhere(work: Callable[[], T], course: RunCourse) -> Generator[Need, None
     # A thread for each, and no pool: in a pool, work that hangs on one machine would hold up that of all others.
     threading.Thread(target=run, daemon=True).start()
     while not future.done():
-        yield Need()
+        yield Need(firm=True)
     return future.result()
 
 

@@ -16,7 +16,7 @@ from mlaunch.base import linux
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.log import log
 from mlaunch.base.text import in_bytes, ranges
-from mlaunch.core.grants import Delay
+from mlaunch.core.grants import Need
 from mlaunch.leases.caller import other_programs
 
 # Seconds. What takes longer is stuck in the driver, maybe for ever, and a launch that needs less memory can run.
@@ -36,7 +36,7 @@ class Remnant:
 _given_up: set[tuple[str, int]] = set()  # the rest of a sweep does not wait for these again
 
 
-def gone(who: str, before: Mapping[str, Mapping[str, Any]], numbers: Mapping[str, int]) -> Generator[Delay, None, None]:
+def gone(who: str, before: Mapping[str, Mapping[str, Any]], numbers: Mapping[str, int]) -> Generator[Need, None, None]:
     """Wait until nothing is left on these devices of processes that have ended, ``PATIENCE`` seconds at most.
 
     ``before``: who had which device, by UUID. Without the library, or where it does not answer, nothing is left.
@@ -52,7 +52,7 @@ def gone(who: str, before: Mapping[str, Mapping[str, Any]], numbers: Mapping[str
                 _give_up(found, who, where, last)
                 return
             text = f"{who} waits for memory of {where}: {_have(found)} some (before: {last})"
-            yield Delay(text, timeout=min(left, _LOOK_EVERY))
+            yield Need(text, timeout=min(left, _LOOK_EVERY))
 
 
 def _give_up(found: Sequence[Remnant], who: str, where: str, last: str) -> None:

@@ -14,7 +14,7 @@ from mlaunch.base.text import ranges
 from mlaunch.caller.launch import device_choice
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.server.fork_server import ForkServer
-from mlaunch.core.grants import Delay, Grant
+from mlaunch.core.grants import Grant, Need
 from mlaunch.core.parts import CallerPart, Spell
 from mlaunch.leases.caller import other_programs, remnants
 from mlaunch.leases.caller.acquisition import Acquisition, DeviceLease, Wish
@@ -52,7 +52,7 @@ class LeaseRequest:
                 log.warning("%s takes any devices that are free, idle or not: %s", self.wish.who, error)
         return acquisition.step()
 
-    def memory_back(self, lease: DeviceLease) -> Generator[Delay, None, None]:
+    def memory_back(self, lease: DeviceLease) -> Generator[Need, None, None]:
         """Wait until those who had these devices before have no memory there any more, where the driver says that."""
         if self.runtime == "cuda" and self.numbers is not None and lease.before:
             yield from remnants.gone(self.wish.who, lease.before, self.numbers)
@@ -164,14 +164,14 @@ def _check_hint(kind: str, server: ForkServer) -> None:
 class DevicesOfACall(CallerPart):
     """The devices that a call has for itself, of this machine's."""
 
-    def acquire(self, grant: Grant, server: ForkServer, name: str) -> Generator[Delay, None, Grant]:
+    def acquire(self, grant: Grant, server: ForkServer, name: str) -> Generator[Need, None, Grant]:
         """Wait until as many as are wanted are free, and it is this call's turn; then for their memory."""
         request = request_of(grant.options, server, grant.environ, name)
-        yield Delay(row=tuple(request.wish.names))
+        yield Need(row=tuple(request.wish.names))
         acquisition = request.begin()
         try:
             while (lease := request.look(acquisition)) is None:
-                yield Delay(request.waits_for(acquisition), acquisition.fds(), acquisition.timeout())
+                yield Need(request.waits_for(acquisition), acquisition.fds(), acquisition.timeout())
         finally:
             acquisition.close()
         try:

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout
 from mlaunch.base.log import tell_curious
+from mlaunch.caller import interrupts
 from mlaunch.caller.launch.device_choice import Accelerator, shown
 from mlaunch.caller.launch.plan import Attempt, ThisMachine
 from mlaunch.caller.launch.restarts import with_restarts
-from mlaunch.caller.launch.settle import Ended
+from mlaunch.caller.launch.settle import Steps
 from mlaunch.caller.launch.start import start_launch
 from mlaunch.caller.report.history import History
 from mlaunch.caller.server.fork_server import ForkServer
@@ -30,7 +31,7 @@ from mlaunch.run.command.statuses import FAILED, STOPPED, TIMED_OUT, status_of
 if TYPE_CHECKING:
     from mlaunch.engines.caller.engine import Engine
 
-Attempts = Callable[[CallerParts], Ended]  # all of a job; how the last one ended
+Attempts = Callable[[CallerParts], Steps]  # all of a job; how the last one ended
 
 
 def describe_here(job: Job, server: ForkServer | None, environ: dict[str, str]) -> int:
@@ -97,7 +98,7 @@ def run_there(job: Job, wishes: Wishes, engine: Engine) -> int:
     there = There(job, engine, wishes, _directory(wishes, size, job), say)
     try:
         with _parts_of(job) as parts:
-            return _carry_out(job, there.run, parts)
+            return _carry_out(job, there.steps, parts)
     except LaunchError as error:
         return _fail(error)
     except ValueError as error:
@@ -113,19 +114,18 @@ def _launch(
     directory = _directory(wishes, size, job)
     machine = ThisMachine(server.ready(), server.count_devices)
 
-    def attempts(parts: CallerParts) -> Ended:
-        def attempt(time_left: float | None, restart_count: int) -> Ended:
-            number = Attempt(restart_count, time_left, parts)
+    def attempts(parts: CallerParts) -> Steps:
+        def attempt(number: Attempt) -> Steps:
             spec = spec_of(job, size, machine, environ, number, directory or "")
             output = output_plan(wishes, size, job.role, directory, lambda: handle.outcome.spec.rank_start)
             handle = start_launch(server, spec, None, output, History(), held)
             try:
                 handle.attach(parts)
-                return handle.wait()
+                return (yield from handle.drive())
             finally:
                 handle.close()
 
-        return with_restarts(attempt, job.name, job.deadline, job.max_restarts, say, lambda: parts.is_last)
+        return with_restarts(attempt, job.name, job.deadline, job.max_restarts, say, parts)
 
     return attempts
 
@@ -144,7 +144,7 @@ def _carry_out(job: Job, attempts: Attempts, parts: CallerParts) -> int:
     begun = time.monotonic()
     try:
         with parts.around():
-            ended = attempts(parts)
+            ended = interrupts.carry_out(attempts(parts))
             parts.settled(ended, say)
             ended.result()
     except LaunchTimeout as error:  # of the deadline, or of the time to join

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
-from mlaunch.caller.launch.settle import Ended
+from mlaunch.caller.launch.settle import Steps
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.output_plan import STREAMS, OutputPlan, Policy
 from mlaunch.cli.checks import UsageError
@@ -50,10 +50,10 @@ class There:
         self._machines = engine.ask_for(job.nodes, None)
         self._work = Work(job.name, None, _command(job), (job.target, *job.args), job.path)
 
-    def run(self, parts: CallerParts) -> Ended:
-        """Runs the job; returns how the last attempt ended."""
+    def steps(self, parts: CallerParts) -> Steps:
+        """Run the job; return how the last attempt ended."""
         made = Attempts(self._machines, _options(self._job), self._work, self._output, self._tell)
-        return made.run(parts, self._job.max_preemptions)
+        return made.steps(parts, self._job.max_preemptions)
 
     def close(self) -> None:
         self._machines.close()

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from mlaunch.base.fds import in_forks, leave_to_parent
 from mlaunch.base.log import log
-from mlaunch.caller.launch.settle import Ended
-from mlaunch.sweeps.caller.submitted_call import Need, Steps
+from mlaunch.caller.launch.settle import Ended, Steps
+from mlaunch.core.grants import Need
 
 THREAD = "mlaunch-runs"
 Tell = Callable[[Ended | BaseException], None]
@@ -96,8 +96,8 @@ class LaunchLoop:
         if not self._drives():
             return
         # Runs that have ended are told first: one that failed cancels the trials in line, which then take no devices.
-        for steps in sorted(self._due(self._wait()), key=lambda steps: self._courses[steps][0].later):
-            if self._courses[steps][0].later:
+        for steps in sorted(self._due(self._wait()), key=lambda steps: bool(self._courses[steps][0].text)):
+            if self._courses[steps][0].text:
                 self._tell()
             if not self._drives():  # a callback waits, and another thread has all that is left
                 return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -244,6 +245,9 @@ class RunCourse:
     place: Callable[[], LivePlace | None] = lambda: None  # for lines that change; None: of its own
     trial: str = ""  # what tells its output from that of the other trials of its sweep; "": it is none
     pid: int = field(default_factory=os.getpid)  # of the process that has submitted it
+    row: deque[RunCourse] | None = None  # of those who want the same devices, of which it is one
+    handle: LaunchHandle | None = None  # of its ranks, while they are driven
+    asked: set[str] = field(default_factory=set)  # of these ranks: to "stop", to "end"
     _telling: int | None = None  # the thread that calls back for its reports
 
     def notify(self) -> None:

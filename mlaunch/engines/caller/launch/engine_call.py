@@ -36,4 +36,4 @@ def call_on_machines(
         return with_hosts(output_plan(options, spec), hosts)
 
     attempts = Attempts(machines, options, work, output, warn_caller)
-    return with_parts(options, lambda parts: attempts.run(parts, options.max_preemptions))
+    return with_parts(options, lambda parts: attempts.steps(parts, options.max_preemptions))

@@ -14,7 +14,7 @@ from mlaunch.base.linux import working_directory
 from mlaunch.base.text import ranges
 from mlaunch.caller.launch.handle import LaunchHandle
 from mlaunch.caller.launch.plan import Attempt
-from mlaunch.caller.launch.settle import Ended
+from mlaunch.caller.launch.settle import Steps
 from mlaunch.caller.launch.start import name_culprit
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.options.trouble_options import parse_stall
@@ -113,13 +113,13 @@ class MachinesLaunch:
     output: MakesPlan
     number: Attempt
 
-    def run(self) -> Ended:
-        """Runs it to its end; see ``call_on_machines``."""
+    def steps(self) -> Steps:
+        """Run it to its end; see ``call_on_machines``."""
         started = self.start_it()
         try:
             if self.number.parts is not None:
                 started.handle.attach(self.number.parts)
-            return started.handle.wait()
+            return (yield from started.handle.drive())
         finally:
             started.handle.close()
             started.close()
