@@ -9,6 +9,7 @@ import signal
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +26,21 @@ def _checked(result: int) -> int:
     if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return result
+
+
+@contextlib.contextmanager
+def memory_group(limit: int) -> Iterator[str]:
+    """A memory cgroup for processes whose pids are written into the file. Skips where none can be made."""
+    group = Path(f"/sys/fs/cgroup/memory/mlaunch-test-{os.getpid()}")
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no memory cgroup can be made here: {error}")
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(limit))
+        yield str(group / "cgroup.procs")
+    finally:
+        group.rmdir()
 
 
 def no_new_privs() -> None:

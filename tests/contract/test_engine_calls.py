@@ -237,7 +237,8 @@ def seen(word: bytes, state: str) -> dict[str, Any]:
 
 
 def test_a_launch_is_looked_at_from_here(engine: Threads, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """``mlaunch ps`` and ``stacks`` find it where it was called, with the ranks of all machines."""
+    """``mlaunch ps`` and ``stacks`` find it where it was called, with all machines' ranks; so does who hears events."""
+    events: list[dict[str, Any]] = []
 
     def work(go: Path) -> int:
         while not go.exists():
@@ -245,7 +246,7 @@ def test_a_launch_is_looked_at_from_here(engine: Threads, tmp_path: Path, capsys
         return os.getpid()
 
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(launcher(work, 2, engine=engine), tmp_path / "go")
+        running = pool.submit(launcher(work, 2, engine=engine, events=events.append), tmp_path / "go")
         try:
             launch = seen(STATUS, "running the function")
             assert main(["ps"]) == 0
@@ -259,6 +260,10 @@ def test_a_launch_is_looked_at_from_here(engine: Threads, tmp_path: Path, capsys
     assert "cpu on m1  running the function" in shown
     assert all(any("work" in name for _, _, name in rank["frames"]) for rank in stacks["ranks"])
     assert not [one for one in ask(STATUS) if one["id"] == launch["id"]]
+    assert {event["launch"] for event in events} == {launch["id"]}
+    assert [event["event"] for event in events if event["event"] != "rank"] == ["launch", "end"]
+    told = sorted((event["rank"], event["host"], event["pid"]) for event in events if event["event"] == "rank")
+    assert told == sorted((rank["rank"], rank["host"], rank["pid"]) for rank in launch["ranks"] * 2)  # start and end
 
 
 def test_stop_ends_the_ranks_of_all_machines() -> None:
@@ -969,8 +974,10 @@ def test_a_script(
     monkeypatch.chdir(tmp_path)
     logs = tmp_path / "logs"
     flags = ["--engine", "threads", "--nnodes", "2", "--nproc-per-node", "2", "--tee", "1", "--log-dir", str(logs)]
-    assert main(["run", *flags, "train.py", word]) == status
+    assert main(["run", *flags, "--events", "events", "train.py", word]) == status
     told = capfd.readouterr()
+    events = [json.loads(line)["event"] for line in (tmp_path / "events").read_text().splitlines()]
+    assert [event for event in events if event != "rank"] == ["launch", *["failure"] * bool(status), "end"]
     assert sorted(line for line in told.out.splitlines() if "[m" in line) == [
         f"[m{node}:{rank}] {rank} {local} {node} 3 ['{word}']"
         for rank, local, node in ((0, 0, 0), (1, 1, 0), (2, 0, 1))

@@ -36,6 +36,7 @@ def check(events: list[dict[str, Any]]) -> None:
     first, second = {event["launch"] for event in events if event["launch"]}
     for launch in (first, second):
         of_ranks = [event for event in events if event["event"] == "rank" and event["launch"] == launch]
+        assert {event["host"] for event in of_ranks} == {os.uname().nodename}
         assert sorted((event["rank"], event["state"]) for event in of_ranks) == [
             (0, "ended"), (0, "started"), (1, "ended"), (1, "started"),
         ]  # fmt: skip

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from mlaunch import LaunchError, LaunchTimeout, comm, launcher
 from tests.conftest import ROOT
+from tests.sandboxes import memory_group
 
 HERE = os.path.basename(__file__)
 pytestmark = pytest.mark.usefixtures("the_next_call_works")
@@ -257,17 +258,8 @@ except LaunchError as error:
 
 def test_a_real_death_by_memory(run_script: Any) -> None:
     """In a memory cgroup of our own; the launch's own processes need some 300 MiB of the GiB."""
-    group = Path(f"/sys/fs/cgroup/memory/mlaunch-test-{os.getpid()}")
-    try:
-        group.mkdir()
-    except OSError as error:
-        pytest.skip(f"no memory cgroup can be made here: {error}")
-    try:
-        (group / "memory.limit_in_bytes").write_text(str(2**30))
-        script = f"import os\nopen('{group}/cgroup.procs', 'w').write(str(os.getpid()))\n{OUT_OF_MEMORY}"
-        done = run_script(script, fresh=True)
-    finally:
-        group.rmdir()
+    with memory_group(2**30) as procs:
+        done = run_script(f"import os\nopen('{procs}', 'w').write(str(os.getpid()))\n{OUT_OF_MEMORY}", fresh=True)
     assert "rank 0 of greedy() was killed by SIGKILL" in done.stdout, done.stderr
     # The kernel may kill another one, too, before the memory of the first is free.
     words = r"memory\.oom_control\) rose by [1-9] while this rank ran: it was probably killed for lack of memory"

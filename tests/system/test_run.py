@@ -18,6 +18,7 @@ import pytest
 from tests import builds, launches, schema
 from tests.imported import IMPORTED
 from tests.processes import alive, descendants
+from tests.sandboxes import memory_group
 from tests.system.commands import FRESH, MLAUNCH, environment, run, start, write
 from tests.system.network import free_port
 
@@ -376,6 +377,35 @@ def test_a_run_that_mlaunch_stop_ends(tmp_path: Path) -> None:
     assert process.returncode == 143, err
     why = json.loads((tmp_path / "why.json").read_text())
     assert (why["kind"], why["retry"], why["status"]) == ("stopped", False, 143)
+
+
+def test_a_run_that_has_too_little_memory(tmp_path: Path) -> None:
+    """Which the kernel ends, not Python: 52 and not 137, so that a scheduler can tell it from other kills."""
+    script = write(tmp_path, "hoard = []\nwhile True: hoard.append(b'x' * 2**24)")
+    with memory_group(2**30) as procs:
+        inside = ["sh", "-c", f'echo $$ >{procs}; exec "$@"', "sh", *FRESH]
+        done = run(tmp_path, "--error-file", "why.json", script, command=inside)
+    assert done.returncode == 52, done.stderr
+    why = json.loads((tmp_path / "why.json").read_text())
+    schema.check(why, "failure")
+    known = ("out_of_memory", 0, -signal.SIGKILL, 52)
+    assert (why["kind"], why["rank"], why["exitcode"], why["status"]) == known
+    assert "it was probably killed for lack of memory" in why["hints"][0]
+
+
+def test_a_run_that_does_not_stop_when_it_is_asked_to(tmp_path: Path) -> None:
+    script = write(tmp_path, "import os, signal\nos.write(1, b'running\\n')\nwhile True: signal.pause()")
+    flags = ("--stop-on", "USR1", "--stop-grace", "0.5", "--max-restarts", "1", "--error-file", "why.json")
+    process = start(tmp_path, *flags, script)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "running\n"
+    process.send_signal(signal.SIGUSR1)
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == 124, err
+    why = json.loads((tmp_path / "why.json").read_text())
+    schema.check(why, "failure")
+    assert (why["kind"], why["retry"], why["status"]) == ("stop_overdue", False, 124)
+    assert "did not stop within 0.5 s of being asked to" in why["text"]
 
 
 def test_a_deadline(tmp_path: Path) -> None:

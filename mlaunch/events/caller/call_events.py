@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ class CallEvents(CallerPart):
     def __init__(self, sink: EventSink) -> None:
         self._sink = sink
         self._function, self._launch, self._restart_count = "", "", 0
+        self._hosts: dict[int, str] = {}  # by rank
 
     def planned(self, spec: LaunchSpec) -> None:
         """Note which attempt begins, and tell that it is another one."""
@@ -40,13 +42,18 @@ class CallEvents(CallerPart):
             self._launch = word.launch_id
             self._tell("launch", world_size=word.world_size)
         elif isinstance(word, RankStarted):
-            self._tell("rank", rank=word.rank, pid=word.pid, state="started", exitcode=None)
+            self._hosts[word.rank] = word.host or os.uname().nodename
+            self._tell_rank(word, "started", None)
         elif isinstance(word, RankGone):
-            self._tell("rank", rank=word.rank, pid=word.pid, state="ended", exitcode=word.exitcode)
+            self._tell_rank(word, "ended", word.exitcode)
         elif isinstance(word, Stalled):
             self._tell("stall", **{"text": word.what})
         elif isinstance(word, Ended):
             self._tell_end(word)
+
+    def _tell_rank(self, word: RankStarted | RankGone, state: str, exitcode: int | None) -> None:
+        host = self._hosts.get(word.rank, "")
+        self._tell("rank", rank=word.rank, host=host, pid=word.pid, state=state, exitcode=exitcode)
 
     def _tell_end(self, ended: Ended) -> None:
         report = ended.report()

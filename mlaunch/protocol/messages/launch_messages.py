@@ -160,6 +160,7 @@ class RankStarted:
     pid: int
     at: float
     channels: int = 0  # how many of the descriptors are no pipes
+    host: str = ""  # an engine's machine; "": this one
 
 
 @frozen_record

@@ -217,7 +217,8 @@ class MergedAgent:
         if isinstance(record, RanksStarting):
             if not self._started:  # told once, as the start of all ranks
                 self._started = True
-                self._tell(RanksStarting(time.monotonic(), record.launch_id, 0, self._world_size), [self._board.fd])
+                known_as = self.lookout.launch.launch_id  # by which those find it who look from here
+                self._tell(RanksStarting(time.monotonic(), known_as, 0, self._world_size), [self._board.fd])
         elif isinstance(record, RankStarted):
             readers = self._backlog.open(record.rank, (1, 2))
             self._tell(machine.shifted(dataclasses.replace(record, channels=0)), readers)

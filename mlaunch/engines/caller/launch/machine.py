@@ -139,8 +139,10 @@ class Machine:
         return False
 
     def shifted(self, record: AgentSays) -> AgentSays:
-        """Returns a record of its agent's with the time as this machine's clock has it."""
-        if isinstance(record, RankStarted | RankAnswered | RankGone):
+        """Return a record of its agent's with the time as this machine's clock has it, and where a rank has started."""
+        if isinstance(record, RankStarted):
+            return dataclasses.replace(record, at=record.at + self.shift, host=self.host)
+        if isinstance(record, RankAnswered | RankGone):
             return dataclasses.replace(record, at=record.at + self.shift)
         return record
 
