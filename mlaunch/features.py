@@ -23,6 +23,7 @@ class Feature:
         variable: Of the environment, which asks for it; "0" is as good as none.
         processes: Those besides the caller that make a part of its section: "rank", "member".
         visited: Commands may ask its part in an agent for something.
+        stands_in: Modules that its ``rank.py`` replaces as ranks import them (``rank/setup/stand_ins.py``).
     """
 
     name: str
@@ -35,6 +36,7 @@ class Feature:
     variable: str = ""
     processes: tuple[str, ...] = ()
     visited: bool = False
+    stands_in: tuple[str, ...] = ()
 
 
 _STOP_GRACE = 300.0  # seconds, unless the options say something else
@@ -64,7 +66,7 @@ FEATURES = (
     Feature("cells", (), _never),
     Feature("ci", (), _never),
     Feature("compat", (), _never),
-    Feature("display", (), _never),
+    Feature("display", (), _never, processes=("rank",), stands_in=("tqdm.notebook", "IPython.core.display_functions")),
     Feature("engines", (), _never),
     Feature("agreed_stop", ("stop_on", "stop_grace"), _wants_stop, visited=True),
     Feature(

@@ -486,9 +486,10 @@ def end_kept_servers() -> None:
 # What users see
 
 
-def show_progress_at(patch: pytest.MonkeyPatch, place: Callable[..., Any]) -> None:
-    """Have calls show how far they are here, at once. ``place`` makes a place for lines that change."""
-    patch.setattr("mlaunch.caller.output.output_plan.live_place", place)
+def show_progress_at(patch: pytest.MonkeyPatch, place: type) -> None:
+    """Have calls show how far they are here, at once. ``place``: a class with ``show``, ``hide`` and ``close``."""
+    area = import_module("mlaunch.display.caller.drawn_lines").Area
+    patch.setattr("mlaunch.caller.output.output_plan.live_place", type("Shown", (place, area), {}))
     be_patient(patch, "first look", 0.0)
 
 

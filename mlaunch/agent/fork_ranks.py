@@ -15,7 +15,7 @@ from mlaunch.agent.rank_process import RankProcess
 from mlaunch.base import linux
 from mlaunch.base.fds import OwnedFds, close_all, memory_file
 from mlaunch.base.frozen_record import frozen_record
-from mlaunch.protocol import error_file, rich_output
+from mlaunch.protocol import error_file
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.kept_messages import EndRanks
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 # The limit of open files is 1024 on many systems, and each rank has several of both sides until it is forked.
 _AT_ONCE = 16  # ranks whose descriptors are open at the same time
+_STANDARD = {1, 2}  # streams
 
 
 class NoRoomError(Exception):
@@ -165,7 +166,7 @@ def _prepare(context: ForkContext, local_rank: int) -> _PendingRank:
         channel=theirs,
         crash_fd=memory_file(f"crash-{spec.rank(local_rank)}"),
         stack_fd=stacks_out,
-        display_fd=streams[rich_output.STREAM][1] if rich_output.STREAM in streams else -1,
+        pipes={stream: writer for stream, (_, writer) in streams.items() if stream not in _STANDARD},
         control=their_control,
         inherited=context.inherited,
         debug=their_debug,
@@ -217,7 +218,7 @@ def _fork(pending: _PendingRank, all_of_them: Sequence[_PendingRank], owned: Own
                     other.leave_to_rank()
                     os.close(other.args.crash_fd)
             for stream, writer in pending.writers.items():
-                if stream != rich_output.STREAM:
+                if stream in _STANDARD:
                     os.dup2(writer, stream)
                     os.close(writer)
             pending.args.results.queue.close_reader()

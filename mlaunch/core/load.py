@@ -178,10 +178,12 @@ def turns_here() -> int:
 class RankParts:
     """Those of one rank."""
 
-    def __init__(self, spec: LaunchSpec, local_rank: int) -> None:
+    def __init__(self, spec: LaunchSpec, local_rank: int, pipes: Mapping[int, int]) -> None:
         rank = spec.rank(local_rank)
         wanted = _with_part(spec.sections, "rank")
         self._parts: list[RankPart] = [module_of(name, "rank").part(its, rank) for name, its in wanted]
+        for part in self._parts:
+            part.pipes = pipes
 
     @property
     def place(self) -> str:

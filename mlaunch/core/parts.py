@@ -97,6 +97,7 @@ class RankPart:
     """A feature's part of one rank, made as the first thing in its process."""
 
     place: str = ""  # where it has put the rank, for ``mlaunch ps`` and reports
+    pipes: Mapping[int, int]  # of the rank's streams that are neither stdout nor stderr, by number (``OutputPlan``)
     decides: tuple[str, ...] = ()  # what of ``protocol/settings.py`` the rank does not take over from its caller
 
     def begin(self, spec: LaunchSpec, local_rank: int) -> Mapping[str, str]:  # noqa: ARG002 - others need them

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import field
 
 from mlaunch.base.frozen_record import frozen_record
-from mlaunch.protocol import rich_output
 from mlaunch.protocol.settings import Settings
 
 
@@ -141,11 +140,6 @@ class LaunchSpec:
 
     def streams(self, local_rank: int) -> tuple[int, ...]:
         return self.piped[local_rank] if self.piped else ()
-
-    @property
-    def displays(self) -> bool:
-        """Whether a notebook has called, which shows what some rank displays."""
-        return any(rich_output.STREAM in streams for streams in self.piped)
 
     def rank(self, local_rank: int) -> int:
         return self.rank_start + local_rank

@@ -7,6 +7,7 @@ import faulthandler
 import multiprocessing.process
 import os
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from mlaunch.base import linux
@@ -53,7 +54,7 @@ class RankArgs:
     channel: Channel[RankHears, RankSays]  # on which the agent sends calls
     crash_fd: int  # where faulthandler writes when the rank crashes
     stack_fd: int  # where it writes when the agent asks
-    display_fd: int  # where it writes what it displays; -1: nowhere
+    pipes: Mapping[int, int]  # of its streams beside the standard ones, by number
     control: Channel[ControlHears, ControlSays]  # on which its control thread is asked, whatever the rank does
     inherited: Call | None  # the call, if the rank has it in memory; None: it comes over the channel
     debug: Channel[DebuggerHears, DebuggerSays] | None = None  # to the caller, which debugs
@@ -95,7 +96,7 @@ class Rank:
         """Has the launch's features act, before anything else of this process does."""
         from mlaunch.core.load import RankParts  # which most launches do not need
 
-        self._parts = RankParts(self._spec, self._args.local_rank)
+        self._parts = RankParts(self._spec, self._args.local_rank, self._args.pipes)
         self._spec = self._parts.begin(self._spec, self._args.local_rank)
         self._args.results.board.note_place(self._args.local_rank, self._parts.place)
 

@@ -27,7 +27,7 @@ from mlaunch.protocol.payload import Payload
 from mlaunch.rank import breakpoints, slow_imports
 from mlaunch.rank.base import Rank, RankArgs, Task
 from mlaunch.rank.for_users import current_device
-from mlaunch.rank.setup import device, environment, group, main_module, process, rich_display, text_bars
+from mlaunch.rank.setup import device, environment, group, main_module, process, stand_ins
 from mlaunch.rank.setup.process import StampedFile
 from mlaunch.rendezvous import tcp_store
 from mlaunch.torch_parts import process_groups
@@ -99,9 +99,7 @@ class FunctionRank(Rank):
 
         args, spec = self._args, self._spec
         process.reset_process(open_stream=self._open_stream, own_handlers_alone=args.inherited is None)
-        text_bars.install()
-        if spec.displays:
-            rich_display.install(args.display_fd)
+        stand_ins.install()
         self._take_surroundings(environment.of_rank(spec, args.local_rank, *args.rendezvous))
         tcp_store.host_all_but(*args.rendezvous)
         self._say_who()

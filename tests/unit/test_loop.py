@@ -108,6 +108,7 @@ INSIDE = {
     "mlaunch.cli.debug_command": "test_without_an_id",
     "mlaunch.caller.ahead": "test_the_first_launch_can_be_prepared_too",
     "mlaunch.caller.inline": "test_a_call_in_this_process",
+    "mlaunch.core.grants": "test_steps_that_the_function_counts",
     "mlaunch.core.load": "test_steps_that_the_function_counts",
     "mlaunch.core.parts": "test_steps_that_the_function_counts",
     "mlaunch.profile.caller.trace_file": "test_steps_that_the_function_counts",
@@ -119,6 +120,8 @@ INSIDE = {
     "mlaunch.caller.output.outlet": "test_strange_bytes",
     "mlaunch.caller.report.records": "test_the_report_of_a_call",
     "mlaunch.display.caller.timeline": "test_the_report_of_a_call",
+    "mlaunch.display.rank": "test_bars_in_ranks_are_text",
+    "mlaunch.display.rank.text_bars": "test_bars_in_ranks_are_text",
     "mlaunch.cells.caller.cell_calls": "test_names_go_to_and_fro",
     "mlaunch.cells.kernel.magics": "test_the_magics",
     # Which thread drives it, and whether that is looked at, is chance.

@@ -22,6 +22,8 @@ from mlaunch.caller.output.live import LiveLines, StartingLine
 from mlaunch.caller.output.merging import WINDOW, Merger
 from mlaunch.caller.output.output_plan import OutputPlan, Policy
 from mlaunch.caller.output.relay import Relay
+from mlaunch.display import wire
+from mlaunch.display.caller import published
 from mlaunch.display.caller.bars import line
 from mlaunch.display.caller.drawn_lines import Area
 from mlaunch.protocol.board import Board, Loop
@@ -238,11 +240,11 @@ def test_where_all_output_was_cleared_who_draws_begins_anew() -> None:
         def forget(self) -> None:
             self.shown.clear()
 
-    cell = Cell()
-    drawing, other = cell.lines(0.0), LiveLines()
-    other.forget()
+    cell, clear = Cell(), (wire.line_of({"clear": True}) or b"").strip()
+    drawing = cell.lines(0.0)
+    published.show(clear)
     drawing.draw(["line"], 1.0)
-    other.forget()
+    published.show(clear)
     assert cell.shown == []
     drawing.close([])
 

@@ -178,7 +178,7 @@ def test_what_surrounds_a_function_is_left_if_another_part_refuses(monkeypatch: 
     features = [Feature(name, (), bool, processes=("rank",)) for name in rooms]
     monkeypatch.setattr(load, "FEATURES", features)
     with pytest.raises(OSError, match="no room"):
-        load.RankParts(SimpleNamespace(sections=dict.fromkeys(rooms), rank=int), 0).around_call()  # type: ignore[arg-type]
+        load.RankParts(SimpleNamespace(sections=dict.fromkeys(rooms), rank=int), 0, {}).around_call()  # type: ignore[arg-type]
     assert said == ["entered", "left"]
 
 

@@ -13,39 +13,40 @@ from typing import Any
 import pytest
 
 from mlaunch.caller.output.output_plan import Policy
-from mlaunch.caller.report import notebook
-from mlaunch.protocol import rich_output
+from mlaunch.display import caller, wire
+from mlaunch.display.caller import published
+from mlaunch.display.rank import rich_display
+from mlaunch.display.wire import STREAM, LineCutter
 from mlaunch.protocol.board import Board
-from mlaunch.protocol.rich_output import STREAM, LineCutter
-from mlaunch.rank.setup import rich_display
 from tests.unit.test_output import Pipes, plan
 
 IPython = pytest.importorskip("IPython")
 
 
 def line(number: int) -> bytes:
-    found = rich_output.line_of({"data": {"text/html": number}})
+    found = wire.line_of({"data": {"text/html": number}})
     assert found is not None
     return found
 
 
 def test_lines_are_cut_and_one_that_was_interrupted_spoils_no_other() -> None:
     cutter, whole = LineCutter(), line(1)
-    assert cutter.feed(whole[:9]) == []
-    assert cutter.feed(whole[9:] + whole[:20] + whole) == [whole.strip(), whole[:20].strip(), whole.strip()]
-    found = rich_output.read(whole.strip())
-    assert found is not None
-    assert found[1] == {"data": {"text/html": 1}}
-    assert rich_output.read(whole[:20].strip()) is None
-    assert notebook.publish(whole[:20].strip()) == ""
+    assert cutter.feed(whole[:9], 0.0) == []
+    found = cutter.feed(whole[9:] + whole[:20] + whole, 0.0)
+    assert [line for _, line in found] == [whole.strip(), whole[:20].strip(), whole.strip()]
+    content = wire.read(whole.strip())
+    assert content is not None
+    assert content[1] == {"data": {"text/html": 1}}
+    assert wire.read(whole[:20].strip()) is None
+    assert published.publish(whole[:20].strip()) == ""
 
 
 def test_more_than_the_limit_is_neither_sent_nor_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rich_output, "LIMIT", 100)
-    assert rich_output.line_of({"data": {"text/html": "x" * 100}}) is None
+    monkeypatch.setattr(wire, "LIMIT", 100)
+    assert wire.line_of({"data": {"text/html": "x" * 100}}) is None
     cutter = LineCutter()
     for _ in range(10):
-        cutter.feed(b"x" * 60)
+        cutter.feed(b"x" * 60, 0.0)
     assert len(cutter._rest) <= 100
 
 
@@ -85,7 +86,9 @@ def test_a_display_stands_between_the_lines(
 ) -> None:
     """Although all is read at once; in a second call of ranks that stay, too."""
     wanted = plan(size, Policy())
-    wanted = dataclasses.replace(wanted, policies={**wanted.policies, (0, STREAM): Policy()}, remember=True)
+    wanted = dataclasses.replace(
+        wanted, policies={**wanted.policies, (0, STREAM): Policy()}, remember=True, rich=caller
+    )
     pipes = Pipes(wanted, size, board=board)
     file = pipes.file(0, 1, board)
     for _ in range(2):
@@ -107,11 +110,11 @@ def test_a_display_stands_between_the_lines(
 
 
 def test_a_display_that_the_notebook_does_not_take_is_printed(publisher: Publisher) -> None:
-    sent = rich_output.line_of({"data": {"text/html": "broken", "text/plain": "<HTML>"}})
-    assert notebook.publish((sent or b"").strip()) == "<HTML>\n"
-    sent = rich_output.line_of({"clear": True})
-    assert notebook.publish((sent or b"").strip()) == ""
-    assert notebook.clears((sent or b"").strip())
+    sent = wire.line_of({"data": {"text/html": "broken", "text/plain": "<HTML>"}})
+    assert published.publish((sent or b"").strip()) == "<HTML>\n"
+    sent = wire.line_of({"clear": True})
+    assert published.publish((sent or b"").strip()) == ""
+    assert published.clears((sent or b"").strip())
     assert publisher.told == [True]
 
 
@@ -125,7 +128,7 @@ def functions(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, int]]:
     os.set_blocking(reader, False)
     names = {name: None for name in ("display", "publish_display_data", "clear_output")}
     module = types.SimpleNamespace(**names, DisplayHandle=lambda number: ("handle", number))
-    monkeypatch.setitem(sys.modules, rich_display._FUNCTIONS, module)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, rich_display.FUNCTIONS, module)  # type: ignore[arg-type]
     monkeypatch.setattr(rich_display, "_COPIES", ())
     monkeypatch.setattr(builtins, "display", None, raising=False)
     monkeypatch.setattr(IPython, "get_ipython", lambda: None)
@@ -145,7 +148,7 @@ class Table:
 
 
 def sent(reader: int) -> list[dict[str, Any]]:
-    found = [rich_output.read(one) for one in LineCutter().feed(os.read(reader, 1 << 16))]
+    found = [wire.read(line) for _, line in LineCutter().feed(os.read(reader, 1 << 16), 0.0)]
     return [one[1] for one in found if one is not None]
 
 
@@ -177,7 +180,7 @@ def test_a_display_can_be_updated(functions: tuple[Any, int]) -> None:
 
 def test_a_display_that_is_too_large_is_told(functions: tuple[Any, int], monkeypatch: pytest.MonkeyPatch) -> None:
     module, reader = functions
-    monkeypatch.setattr(rich_output, "LIMIT", 200)
+    monkeypatch.setattr(wire, "LIMIT", 200)
     module.display({"text/html": "x" * 200, "text/plain": "a table"}, raw=True)
     assert sent(reader)[0]["data"] == {"text/plain": "a table (not shown: it takes more than 0 MiB)"}
 

@@ -109,8 +109,9 @@ def _send_call(server: ForkServer, agent: LaunchersEnd, spec: LaunchSpec, call: 
 
 
 def with_pipes(spec: LaunchSpec, output: OutputPlan) -> LaunchSpec:
-    """Returns the launch with the pipes that the plan for its output wants."""
-    return dataclasses.replace(spec, piped=output.piped(spec.local_world_size))
+    """Returns the launch with the pipes that the plan for its output wants, and what ranks need for these."""
+    sections = spec.sections if output.rich is None else {**spec.sections, **output.rich.SECTIONS}
+    return dataclasses.replace(spec, piped=output.piped(spec.local_world_size), sections=sections)
 
 
 def send_launch(

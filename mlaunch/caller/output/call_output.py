@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from mlaunch.caller.output.console import Console
 from mlaunch.caller.output.files import LogFile
@@ -11,9 +12,7 @@ from mlaunch.caller.output.harmless import harmless
 from mlaunch.caller.output.lines import LineSplitter, Tails, WriteTimes
 from mlaunch.caller.output.live import LiveLines
 from mlaunch.caller.output.merging import WINDOW, Merger
-from mlaunch.caller.output.output_plan import LaunchNumber, OutputPlan, Policy
-from mlaunch.caller.report import notebook
-from mlaunch.protocol import rich_output
+from mlaunch.caller.output.output_plan import STREAMS, LaunchNumber, OutputPlan, Policy
 from mlaunch.protocol.board import Board
 
 # Compared line by line, such a rank would hold up the others, who wait for its pipe.
@@ -26,12 +25,12 @@ class RankStream:
 
     rank: int
     local_rank: int
-    number: int  # 1, 2, or that of what it displays
+    number: int  # 1, 2, or that of what it displays (``OutputPlan.rich``)
     policy: Policy
     file: LogFile | None
     times: WriteTimes
     splitter: LineSplitter = field(default_factory=LineSplitter)
-    displays: rich_output.LineCutter = field(default_factory=rich_output.LineCutter)
+    displays: Any = None  # cuts what it displays
     held: float | None = None  # since when the splitter holds a line
     held_written: float = 0.0  # when that line was written
 
@@ -57,7 +56,7 @@ class CallOutput:
         self._attempt = attempt
         self._clock = clock
         self.console = Console()
-        self._merger = Merger(size) if plan.merge and (size > 1 or plan.rich) else None
+        self._merger = Merger(size) if plan.merge and (size > 1 or plan.rich is not None) else None
         self._tails = Tails(size) if plan.remember else None
         self._live = LiveLines() if plan.area is None else plan.area.lines(clock())
         self._number = LaunchNumber()
@@ -76,8 +75,11 @@ class CallOutput:
             file = LogFile(self.plan.directory, self._attempt, name, number, self.say)
             if self.plan.by_local_rank:  # a command's: torchrun's users expect the files from the beginning
                 file.write(b"")
-        self._streams.append(RankStream(rank, local_rank, number, policy, file, WriteTimes(board, local_rank, number)))
-        return self._streams[-1]
+        stream = RankStream(rank, local_rank, number, policy, file, WriteTimes(board, local_rank, number))
+        if number not in STREAMS:
+            stream.displays = self.plan.rich.LineCutter()
+        self._streams.append(stream)
+        return stream
 
     @property
     def untouched(self) -> bool:
@@ -110,7 +112,7 @@ class CallOutput:
                 self._take(stream, data)
                 return
             self._break()
-        if stream.policy.shown and stream.number != rich_output.STREAM:
+        if stream.policy.shown and stream.number in STREAMS:
             self._print(stream.number, data)
 
     def _take(self, stream: RankStream, data: bytes) -> None:
@@ -118,9 +120,9 @@ class CallOutput:
             stream.times.skip(len(data))
             return
         now = self._clock()
-        if stream.number == rich_output.STREAM:
-            for line in stream.displays.feed(data):
-                self._take_lines(stream, [line], rich_output.time_of(line, now))
+        if stream.displays is not None:
+            for at, line in stream.displays.feed(data, now):
+                self._take_lines(stream, [line], at)
             return
         for at, part in stream.times.cut(data, now):
             self._split(stream, part, at, flood=len(data) >= _FLOOD)
@@ -233,18 +235,16 @@ class CallOutput:
             self.console.write(2, self._live.make_room().encode())
             self.console.write(stream, data)
 
-    def _publish(self, line: bytes) -> None:
+    def _publish(self, stream: int, line: bytes) -> None:
         """Shows what a rank displays, below what was printed before."""
         if self.plan.sink is not None:
             with harmless():
-                self.plan.sink(rich_output.STREAM, line)
+                self.plan.sink(stream, line)
             return
         instead = ""
         with self._live.lock, harmless():
             self.console.write(2, self._live.make_room().encode())
-            instead = notebook.publish(line)
-            if notebook.clears(line):
-                self._live.forget()
+            instead = self.plan.rich.show(line)
         if instead:
             self._print(1, instead.encode(errors="backslashreplace"))
 
@@ -275,7 +275,7 @@ class CallOutput:
         return stream.policy.shown or self._tails is not None
 
     def _remember(self, stream: RankStream, lines: Sequence[bytes]) -> None:
-        if self._tails is not None and stream.number != rich_output.STREAM:
+        if self._tails is not None and stream.number in STREAMS:
             self._tails.add(stream.rank, lines)
 
     def _release_held(self, now: float) -> None:
@@ -309,7 +309,7 @@ class CallOutput:
 
     def _show_merged(self, *, everything: bool) -> None:
         for line in self._merger.take(self._clock(), everything=everything) if self._merger is not None else ():
-            if line.stream == rich_output.STREAM:
-                self._publish(line.text)
-            else:
+            if line.stream in STREAMS:
                 self._print(line.stream, self._prefix(line.ranks).encode() + line.text + b"\n")
+            else:
+                self._publish(line.stream, line.text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -40,12 +41,6 @@ class LiveLines:
         self.give_up()
         return ""
 
-    def forget(self) -> None:
-        """Begin anew where somebody has cleared all output."""
-        if LiveLines.holder is not None:
-            with harmless():
-                LiveLines.holder.forget()
-
     def close(self, lines: list[str]) -> str:  # noqa: ARG002
         """Leave of these what should stay."""
         return ""
@@ -67,18 +62,14 @@ def live_place(*, blocks: bool = True) -> LivePlace | None:
 
     ``blocks``: the call waits for its ranks. Lines of one that does not would be drawn over the prompt of a terminal.
     """
-    if not notebook.is_here() and not _has_terminal():
+    has_terminal = False
+    with contextlib.suppress(AttributeError, ValueError):  # None, closed
+        has_terminal = sys.stderr.isatty()
+    if not has_terminal and not notebook.is_here():
         return None
     drawing = load.at_hand("display", "caller")
     found: LivePlace | None = None if drawing is None else drawing.area(blocks=blocks)
     return found
-
-
-def _has_terminal() -> bool:
-    try:
-        return sys.stderr.isatty()
-    except (AttributeError, ValueError):  # None, closed
-        return False
 
 
 class StartingLine:

@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from mlaunch.base.fds import renewed
 from mlaunch.base.frozen_record import frozen_record
@@ -16,7 +16,7 @@ from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output import files
 from mlaunch.caller.output.live import LivePlace, live_place
 from mlaunch.caller.report import notebook
-from mlaunch.protocol import rich_output
+from mlaunch.core import load
 from mlaunch.protocol.spec import LaunchSpec
 
 STREAMS = (1, 2)
@@ -34,8 +34,7 @@ class Policy:
 class OutputPlan:
     """What becomes of the output of a call on this machine.
 
-    ``policies``: by (local rank, stream); a stream that has none is the rank's own, not ours to carry. Of what a rank
-    displays (``rich_output.STREAM``) only the caller's own notebook is shown something. ``prefix``: of
+    ``policies``: by (local rank, stream); a stream that has none is the rank's own, not ours to carry. ``prefix``: of
     the ranks that printed a line. ``merge``: equal lines are shown once. ``name``: of the launch, where others may run
     at the same time; ``trial``: what tells it apart in its sweep, instead of a number. ``remember``: the end of what
     each rank prints is kept for the report.
@@ -51,16 +50,12 @@ class OutputPlan:
     trial: str = ""
     remember: bool = False
     sink: Callable[[int, bytes], None] | None = None  # takes what is shown of a stream, in place of this process's
+    rich: Any = None  # of mlaunch/display: carries what a rank displays, by a stream of its own; None: nothing does
 
     @property
     def plain(self) -> bool:
         """Whether it asks for neither files, nor lines that change, nor another place."""
         return self.directory is None and self.area is None and self.sink is None
-
-    @property
-    def rich(self) -> bool:
-        """Whether what some rank displays is carried."""
-        return any(stream == rich_output.STREAM for _, stream in self.policies)
 
     def like(self, other: OutputPlan) -> bool:
         """Tells whether both are plain, and ask for the same but for names."""
@@ -69,8 +64,7 @@ class OutputPlan:
 
     def carried(self, local_rank: int) -> tuple[int, ...]:
         """Returns the streams of a rank that are ours to carry."""
-        streams = (*STREAMS, rich_output.STREAM)
-        return tuple(stream for stream in streams if (local_rank, stream) in self.policies)
+        return tuple(sorted(stream for rank, stream in self.policies if rank == local_rank))
 
     def piped(self, size: int) -> tuple[tuple[int, ...], ...]:
         """Returns the same for all ranks; () where nothing is carried."""
@@ -132,12 +126,15 @@ def output_plan(options: Options, spec: LaunchSpec, place: LivePlace | None = No
         shown = output == "all" or (output == "rank0" and spec.rank(local_rank) == 0)
         for stream in STREAMS:
             policies[local_rank, stream] = Policy(shown=shown, kept=directory is not None)
+    rich = None
     if policies and spec.rank_start == 0 and options.engine is None and notebook.is_here():
-        policies[0, rich_output.STREAM] = Policy(shown=policies[0, 1].shown)
+        rich = load.at_hand("display", "caller")
+    if rich is not None:
+        policies[0, rich.STREAM] = Policy(shown=policies[0, 1].shown)
     name = spec.name.rpartition(".")[2].removesuffix("()")
     bars = place or place_of(options)
     prefix, remember = _prefix(spec, trial), output != "raw"
-    return OutputPlan(policies, prefix, directory, area=bars, name=name, trial=trial, remember=remember)
+    return OutputPlan(policies, prefix, directory, area=bars, name=name, trial=trial, remember=remember, rich=rich)
 
 
 def _prefix(spec: LaunchSpec, trial: str) -> Callable[[Sequence[int]], str]:

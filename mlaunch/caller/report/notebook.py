@@ -8,8 +8,6 @@ import re
 import sys
 from typing import Any
 
-from mlaunch.protocol import rich_output
-
 # As tracebacks write it, those of groups too, and faulthandler, which has no comma.
 _FRAME = re.compile(r'(?P<margin>[ |]*)File "(?P<file>[^"]+)", line (?P<line>\d+)(?P<name>(?:,? in .*)?)')
 
@@ -80,30 +78,3 @@ def shell() -> Any:
 def is_here() -> bool:
     """Tells whether this process is the kernel of a notebook."""
     return getattr(shell(), "kernel", None) is not None
-
-
-def clears(line: bytes) -> bool:
-    """Tells whether the line of a rank asks that the cell's output be cleared."""
-    found = rich_output.read(line)
-    return found is not None and "clear" in found[1]
-
-
-def publish(line: bytes, publisher: Any = None) -> str:
-    """Shows what a rank has sent; returns what is to be printed instead, if the notebook takes none of it.
-
-    ``publisher``: None for that of the cell that runs.
-    """
-    found = rich_output.read(line)
-    if found is None:  # the rank was interrupted as it wrote
-        return ""
-    content: dict[str, Any] = found[1]
-    try:
-        publisher = shell().display_pub if publisher is None else publisher
-        if "clear" in content:
-            publisher.clear_output(wait=bool(content["clear"]))
-        else:
-            publisher.publish(**content)
-    except Exception:  # there is no telling what a frontend's publisher raises at what a rank has made
-        data = content.get("data")
-        return f"{data.get('text/plain', '')}\n" if isinstance(data, dict) else ""
-    return ""

@@ -11,11 +11,11 @@ from typing import Any
 
 from mlaunch.base.text import in_seconds, last_bytes
 from mlaunch.caller.output.harmless import harmless
-from mlaunch.caller.report import notebook
+from mlaunch.caller.output.output_plan import STREAMS
 from mlaunch.cells.caller.cell_job import CellJob
 from mlaunch.cells.kernel.told import traceback_lines
 from mlaunch.cells.wire import Bundle
-from mlaunch.protocol import rich_output
+from mlaunch.core import load
 
 _MOST = 64 * 1024  # bytes of output that it shows, of the end
 # A frontend draws each update anew, and would fall behind ranks that print in a loop.
@@ -84,7 +84,7 @@ class JobArea:
         self._timer.start()
 
     def _take(self, stream: int, data: bytes) -> None:
-        if stream == rich_output.STREAM:
+        if stream not in STREAMS:
             self._take_display(data)
             return
         with self._lock:
@@ -96,11 +96,12 @@ class JobArea:
             self._show_text()
 
     def _take_display(self, line: bytes) -> None:
-        if notebook.clears(line):  # of this output, and not of the cell that runs
+        display = load.module_of("display", "caller")  # which has planned for it
+        if display.clears(line):  # of this output, and not of the cell that runs
             with self._lock:
                 self._text = ""
             self._show_text()
-        elif text := notebook.publish(line, self._publisher):
+        elif text := display.publish(line, self._publisher):
             self._take(1, text.encode(errors="backslashreplace"))
 
     def _show_text(self) -> None:
@@ -134,11 +135,12 @@ class JobArea:
         with harmless():
             if label and not bundle.update:
                 self._publisher.publish({"text/plain": label})
+            display = load.room("display", "caller", "what cells display")
             # Through JSON, as what comes by the pipe: a picture may be in bytes.
-            sent = rich_output.line_of({"data": bundle.data, "metadata": bundle.metadata,
+            sent = display.line_of({"data": bundle.data, "metadata": bundle.metadata,
                                         "transient": bundle.transient, "update": bundle.update})  # fmt: skip
             if sent is not None:
-                notebook.publish(sent.strip(), self._publisher)
+                display.publish(sent.strip(), self._publisher)
 
     def _show(self, head: str, *, update: bool = True) -> None:
         with self._lock:

@@ -7,6 +7,7 @@ exception goes back.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import shutil
 import sys
 import tempfile
@@ -22,8 +23,8 @@ from traitlets import Type
 from traitlets.config import Config
 
 from mlaunch.cells.wire import Bundle, CellAnswer
+from mlaunch.core import load
 from mlaunch.protocol import sources
-from mlaunch.rank.setup import rich_display
 
 
 class _Collector(DisplayPublisher):
@@ -93,7 +94,7 @@ class CellShell(InteractiveShell):
         self.source, self._lines_above, self.compile.file, self.execution_count = source, lines_above, file, number
         self.last, self.displays = None, []
         run_cell: Any = self.run_cell  # untyped, as what it calls
-        with rich_display.in_cell(self.display_formatter, self.display_pub if collects else None):
+        with self._displaying(collects=collects):
             done = run_cell(source)
         error = done.error_before_exec or done.error_in_exec
         try:
@@ -105,6 +106,16 @@ class CellShell(InteractiveShell):
             # IPython keeps the latest result for %debug and the like, with a user's model in its frames.
             self.last, self.displays, self.last_execution_result = None, [], None
             del done, error  # with what the frames of the error hold
+
+    def _displaying(self, *, collects: bool) -> contextlib.AbstractContextManager[None]:
+        """Return what to hold while the cell runs; without mlaunch/display this shell collects in any case."""
+        rank = load.at_hand("display", "rank")
+        if rank is None:
+            return contextlib.nullcontext()
+        held: contextlib.AbstractContextManager[None] = rank.in_cell(
+            self.display_formatter, self.display_pub if collects else None
+        )
+        return held
 
     def transform_cell(self, raw_cell: str) -> str:
         """Puts the cell where its lines have the numbers that they have in the notebook."""

@@ -5,21 +5,14 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import sys
-from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-_NAME = "tqdm.notebook"
+NAME = "tqdm.notebook"
 
 
-class _TextBars(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Stands for the module, under which functions of a notebook are pickled by name."""
-
-    def find_spec(
-        self, name: str, _path: Sequence[str] | None, _target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        return importlib.util.spec_from_loader(name, self) if name == _NAME else None
+class _TextBars(importlib.abc.Loader):
+    """Makes the module, under which functions of a notebook are pickled by name."""
 
     def exec_module(self, module: ModuleType) -> None:
         from tqdm import std
@@ -34,13 +27,16 @@ class _TextBars(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         vars(module).update(tqdm=Bar, tqdm_notebook=Bar, trange=bars, tnrange=bars, IProgress=None, WARN_NOIPYW="")
 
 
-def install() -> None:
-    """Affects imports that come later, and bars that a fork of the caller has imported already."""
-    # First, so that the module is made here also where tqdm's own would be found.
-    sys.meta_path.insert(0, _TextBars())
-    imported = getattr(sys.modules.get(_NAME), "tqdm_notebook", None)
-    if imported is not None:
-        _turn_to_text(imported)
+def spec() -> importlib.machinery.ModuleSpec | None:
+    """Return that of a module to be imported in place of tqdm's."""
+    return importlib.util.spec_from_loader(NAME, _TextBars())
+
+
+def change(module: ModuleType) -> None:
+    """Change the bars of a module that a fork of the caller has imported already."""
+    bar = getattr(module, "tqdm_notebook", None)
+    if bar is not None:
+        _turn_to_text(bar)
 
 
 def _turn_to_text(bar: Any) -> None:

@@ -36,8 +36,8 @@ def read(line: bytes) -> tuple[float, dict[str, Any]] | None:
         return None
 
 
-def time_of(line: bytes, now: float) -> float:
-    """Returns when a line was written, as it says; ``now`` if it does not."""
+def _time_of(line: bytes, now: float) -> float:
+    """Return when a line was written, as it says; ``now`` if it does not."""
     try:
         return float(line.partition(b" ")[0])
     except ValueError:
@@ -50,8 +50,8 @@ class LineCutter:
     def __init__(self) -> None:
         self._rest = bytearray()
 
-    def feed(self, data: bytes) -> list[bytes]:
-        """Returns the lines that this completes."""
+    def feed(self, data: bytes, now: float) -> list[tuple[float, bytes]]:
+        """Return the lines that this completes, each with when it was written."""
         *lines, rest = data.split(b"\n")
         whole = []
         for line in lines:
@@ -59,7 +59,7 @@ class LineCutter:
             whole.append(bytes(self._rest))
             self._rest.clear()
         self._add(rest)
-        return [line for line in whole if line]
+        return [(_time_of(line, now), line) for line in whole if line]
 
     def _add(self, data: bytes) -> None:
         if len(self._rest) + len(data) <= LIMIT:  # what is longer is no line of ours, and loses its end

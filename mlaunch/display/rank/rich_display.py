@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import importlib.abc
 import importlib.machinery
 import os
 import sys
@@ -16,9 +15,9 @@ from typing import Any
 
 from mlaunch.base import linux
 from mlaunch.base.fds import KeptFd
-from mlaunch.protocol import rich_output
+from mlaunch.display import wire
 
-_FUNCTIONS = "IPython.core.display_functions"
+FUNCTIONS = "IPython.core.display_functions"
 _COPIES = ("IPython.display", "IPython.core.display")  # which take names from there
 
 
@@ -34,11 +33,8 @@ def install(fd: int) -> None:
     # Its own shell is replaced: the kernel's sockets and threads are not in this process.
     if shell is not None:  # this is a fork of the notebook's own process
         shell.display_pub.publish, shell.display_pub.clear_output = sender.publish, sender.clear_output
-    elif _FUNCTIONS in sys.modules:
-        _replace(sys.modules[_FUNCTIONS], sender)
-    else:
-        # Replaced as it is imported, not imported here: that takes half a second, also of ranks that display nothing.
-        sys.meta_path.insert(0, _Finder(sender))
+    elif FUNCTIONS in sys.modules:
+        _replace(sys.modules[FUNCTIONS], sender)
 
 
 @contextlib.contextmanager
@@ -81,15 +77,15 @@ class _Sender:
             return
         options = {name: options[name] for name in ("transient", "update") if options.get(name)}
         try:
-            line = rich_output.line_of({"data": data, "metadata": metadata or {}, **options})
+            line = wire.line_of({"data": data, "metadata": metadata or {}, **options})
         except (TypeError, ValueError):  # what it has made of itself is no JSON: a key that is no text, a cycle
             print(data.get("text/plain", "") if isinstance(data, dict) else data)
             return
         if line is None:
-            most = f"{rich_output.LIMIT >> 20} MiB"
+            most = f"{wire.LIMIT >> 20} MiB"
             text = f"{str(data.get('text/plain', 'an object'))[:200]} (not shown: it takes more than {most})"
             # Bounded, as the caller holds a bundle whole before it shows it.
-            line = rich_output.line_of({"data": {"text/plain": text}, "metadata": {}, **options})
+            line = wire.line_of({"data": {"text/plain": text}, "metadata": {}, **options})
         self._write(line or b"")
 
     def clear_output(self, wait: bool = False) -> None:
@@ -97,7 +93,7 @@ class _Sender:
         if self._is_collected:
             self.publisher.clear_output(wait=wait)
         elif self._is_heard:
-            self._write(rich_output.line_of({"clear": bool(wait)}) or b"")
+            self._write(wire.line_of({"clear": bool(wait)}) or b"")
 
     @property
     def _is_collected(self) -> bool:
@@ -135,27 +131,21 @@ def _png_of(figure: Any) -> Any:
     return print_figure(figure, fmt="png", base64=True)  # type: ignore[no-untyped-call]
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Replaces IPython's functions as their module is imported, before others take them from there."""
+def spec_of(path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
+    """Return that of IPython's functions, which are replaced before others take them from there; None: as they are.
 
-    def __init__(self, sender: _Sender) -> None:
-        self._sender = sender
+    So they are not imported here: that takes half a second, also of ranks that display nothing.
+    """
+    spec = importlib.machinery.PathFinder.find_spec(FUNCTIONS, path) if _senders else None
+    if spec is not None and spec.loader is not None:
+        execute = spec.loader.exec_module
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, _target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name != _FUNCTIONS:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        if spec is not None and spec.loader is not None:
-            sender, execute = self._sender, spec.loader.exec_module
+        def execute_and_replace(module: ModuleType) -> None:
+            execute(module)
+            _replace(module, _senders[0])
 
-            def execute_and_replace(module: ModuleType) -> None:
-                execute(module)
-                _replace(module, sender)
-
-            spec.loader.exec_module = execute_and_replace  # type: ignore[method-assign]
-        return spec
+        spec.loader.exec_module = execute_and_replace  # type: ignore[method-assign]
+    return spec
 
 
 def _replace(module: ModuleType, sender: _Sender) -> None:
