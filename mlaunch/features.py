@@ -24,6 +24,8 @@ class Feature:
         processes: Those besides the caller that make a part of its section: "rank", "member".
         visited: Commands may ask its part in an agent for something.
         stands_in: Modules that its ``rank.py`` replaces as ranks import them (``rank/setup/stand_ins.py``).
+        watches: It may look at calls that take longer than a moment: ``watch(call)``.
+        explains: It says who waited for whom at a deadline: ``of_deadline(stacks, returned)``.
     """
 
     name: str
@@ -37,9 +39,11 @@ class Feature:
     processes: tuple[str, ...] = ()
     visited: bool = False
     stands_in: tuple[str, ...] = ()
+    watches: bool = False
+    explains: bool = False
 
 
-_STOP_GRACE = 300.0  # seconds, unless the options say something else
+_STOP_GRACE = _STALL = 300.0  # seconds, unless the options say something else
 
 
 def _never(_given: Mapping[str, Any]) -> bool:
@@ -54,6 +58,10 @@ def _wants_lease(given: Mapping[str, Any]) -> bool:
 
 def _wants_stop(given: Mapping[str, Any]) -> bool:
     return given["stop_on"] is not None or given["stop_grace"] != _STOP_GRACE
+
+
+def _wants_stall(given: Mapping[str, Any]) -> bool:
+    return bool(given["stall"] != _STALL)
 
 
 def _given(option: str) -> Callable[[Mapping[str, Any]], bool]:
@@ -76,6 +84,7 @@ FEATURES = (
         one_call="it tells of ranks that begin and end with a call; Ranks.last has the report of each call",
         instead="train.last",
     ),
+    Feature("insight", ("stall",), _wants_stall, watches=True, explains=True),
     Feature("leases", ("lease", "concurrent"), _wants_lease, waits=True),
     Feature("numa", ("numa", "numa_memory"), _given("numa"), processes=("rank", "member")),
     Feature(

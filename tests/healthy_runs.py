@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import mlaunch
 from mlaunch import Ranks, launcher
-from mlaunch.caller import stall_signs
+from mlaunch.insight.caller import stall_signs
 
 _SLOW = 3.5  # of what stall= says: two looks a second apart come within it
 

@@ -190,17 +190,18 @@ def ids_of(function: str) -> list[str]:
 
 def why(launch: str) -> str:
     """Return whom the ranks of a launch wait for, in words."""
-    return running_launches.why_launch(launch)
+    return str(import_module("mlaunch.insight.caller").why_launch(launch))
 
 
 def watched_rows() -> list[str]:
     """The lines of ``mlaunch ps --watch``, where the devices' use is unknown."""
-    return import_module("mlaunch.caller.watch_rows").RankTable(lambda _device: None, "here").lines(ask("watch"))
+    rows = import_module("mlaunch.insight.caller.watch_rows")
+    return list(rows.RankTable(lambda _device: None, "here").lines(ask("watch")))
 
 
 def title_of(status: dict[str, Any]) -> str:
     """The first line of a launch in ``mlaunch ps``."""
-    return import_module("mlaunch.caller.watch_rows").title_of(status)
+    return running_launches.title_of(status)
 
 
 def own_statuses() -> list[dict[str, Any]]:

@@ -205,9 +205,8 @@ class launcher(Generic[P, R]):
 
     def why(self) -> str:
         """Says which rank the others wait for, of a call that another thread has made; "" if none runs."""
-        from mlaunch.caller.running_launches import why_call
-
-        return why_call(self._name)
+        said: str = load.room("insight", "caller", f"{self._name}.why()").why_call(self._name)
+        return said
 
     def watch(self) -> None:
         """Shows a table of what each rank does until no call runs: of other threads, or submitted.
@@ -218,9 +217,7 @@ class launcher(Generic[P, R]):
             RuntimeError: There is neither.
             ImportError: On a terminal, without rich (extra: watch).
         """
-        from mlaunch.caller.watching import watch_calls
-
-        watch_calls(self._name, self._calls)
+        load.room("insight", "caller", f"{self._name}.watch()").watch_calls(self._name, self._calls)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[R]:
         __tracebackhide__ = True

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mlaunch.base.peer_process import rights_lacking_to_peer
-from mlaunch.caller.why_text import sentence
+from mlaunch.base.text import in_two_units, shown
 from mlaunch.protocol import registry, visitors
-from mlaunch.protocol.visitors import STATUS, WHY
+from mlaunch.protocol.visitors import STATUS
 
+ID_SHOWN = 8
 _QUEUE_TIMEOUT = 5  # seconds for a launch to take a visitor in
 _ANSWER_TIMEOUT = 5.0  # seconds for it to answer
 
@@ -55,18 +56,26 @@ def connect(name: str) -> socket.socket:
     return connection
 
 
-def why_launch(launch_id: str) -> str:
-    """Says which rank of it the others wait for; "" if it does not run."""
-    return "\n".join(sentence(launch["ranks"]) for launch in whole(ask(WHY, launch_id)))
-
-
-def why_call(name: str) -> str:
-    """Says it of the calls of the function of that name which this process has made and which run, a line each."""
-    return "\n".join(said for launch_id in launches_of(name) if (said := why_launch(launch_id)))
-
-
 def launches_of(name: str) -> list[str]:
     """Returns the IDs of launches, or sets of ranks, that run calls of that function which this process has made."""
     ours = [launch for launch in ask(STATUS) if launch["caller"] == os.getpid()]
     named = [launch["id"] for launch in ours if f"{name}()" in {launch["function"], launch.get("call")}]
     return list(dict.fromkeys(named))
+
+
+def title_of(launch: Mapping[str, Any]) -> str:
+    """Says which launch it is: "3f2a6c11  train()  4 ranks, 12 s old, called by pid 4236"."""
+    launch = shown(launch)
+    size = len(launch["ranks"])
+    ranks = f"{size} rank{'s' if size > 1 else ''}" + (f" of {launch['world_size']}" * (launch["world_size"] != size))
+    again = f", restart {launch['restart_count']}" if launch["restart_count"] else ""
+    name = f"{launch['function'].removesuffix('()')}({launch['given']})" if launch.get("given") else launch["function"]
+    return (
+        f"{launch['id'][:ID_SHOWN]}  {name}  {ranks}, {in_two_units(launch['age'])} old, "
+        f"called by pid {launch['caller']}{again}"
+    )
+
+
+def place_of_rank(rank: Mapping[str, Any]) -> str:
+    """Says on which device of which machine it is, where that is another one."""
+    return f"{rank['device']} on {rank['host']}" if "host" in rank else str(rank["device"])

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does with names that the locale cannot show
     try:
         if arguments and arguments[0] in OF_FEATURES:
-            module = load.room(arguments[0], "command", f"mlaunch {arguments[0]}")
+            module = load.room(OF_FEATURES[arguments[0]], "command", f"mlaunch {arguments[0]}")
             if arguments[0] == "run":  # whose script's arguments are not ours to read
                 return int(module.main(arguments[1:]))
         if arguments[:1] and arguments[0].partition("=")[0] == PRINT_COMPLETION:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 PRINT_COMPLETION = "--print-completion"
-OF_FEATURES = ("run", "warm")  # commands: each is there if its feature is
+# Commands: each is there if its feature is.
+OF_FEATURES = {"run": "run", "stacks": "insight", "why": "insight", "warm": "warm"}
 
 
 class UsageError(ValueError):

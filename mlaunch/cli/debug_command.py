@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.text import name_ranks
-from mlaunch.caller.running_launches import ask_by_name
-from mlaunch.caller.watch_rows import ID_SHOWN, title_of
-from mlaunch.cli.ps_and_stacks import which
+from mlaunch.caller.running_launches import ID_SHOWN, ask_by_name, title_of
+from mlaunch.cli.chosen_launches import which
 from mlaunch.protocol.visitors import STATUS
 
 if TYPE_CHECKING:

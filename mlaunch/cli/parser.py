@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Sequence
 
 from mlaunch._version import __version__
-from mlaunch.cli import debug_command, doctor, ps_and_stacks
-from mlaunch.cli.checks import PRINT_COMPLETION
+from mlaunch.cli import debug_command, doctor, ps_and_stop
+from mlaunch.cli.checks import OF_FEATURES, PRINT_COMPLETION
 from mlaunch.core import load
 
 _EXAMPLES = """\
@@ -44,19 +44,23 @@ def mlaunch_parser(run: argparse.ArgumentParser | None = None) -> argparse.Argum
     parents = [] if run is None else [run]
     about = "run a script once per device, as torchrun does" if load.is_there("run") else "is not there"
     commands.add_parser("run", help=about, add_help=False, parents=parents)
-    ps_and_stacks.add_commands(commands)
+    ps_and_stop.add_ps(commands)
+    _add_commands_of("insight", commands)
+    ps_and_stop.add_stop(commands)
     debug_command.add_command(commands)
     doctor.add_command(commands)
-    _add_command_of("warm", commands)
+    _add_commands_of("warm", commands)
     return parser
 
 
-def _add_command_of(feature: str, commands: ps_and_stacks.Commands) -> None:
-    """Add a feature's own command. ``cli.main`` says so if the feature is not there."""
+def _add_commands_of(feature: str, commands: ps_and_stop.Commands) -> None:
+    """Add a feature's own commands. ``cli.main`` says so if the feature is not there."""
     if (module := load.at_hand(feature, "command")) is not None:
         module.add_command(commands)
-    else:
-        commands.add_parser(feature, help="is not there")
+        return
+    for name, known in OF_FEATURES.items():
+        if known == feature:
+            commands.add_parser(name, help="is not there")
 
 
 def refuse_script(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,17 @@ from mlaunch.features import FEATURES, Feature, asked_for
 
 if TYPE_CHECKING:
     from mlaunch.caller.launch.settle import Ended
+    from mlaunch.caller.launch.watched_call import WatchedCall
     from mlaunch.caller.options.launch_options import Options
     from mlaunch.caller.server.fork_server import ForkServer
     from mlaunch.caller.server.start_server import Interpreter
     from mlaunch.core.grants import Grant, Need
-    from mlaunch.core.parts import CallerPart, MachinePart, RankPart, Spell, Tell
+    from mlaunch.core.parts import CallerPart, MachinePart, RankPart, Spell, Tell, Watcher
+    from mlaunch.protocol.messages.launch_messages import RankStacks
     from mlaunch.protocol.spec import LaunchSpec
+
+
+_NOT_SAID = "which rank the others waited for is not known: this installation of mlaunch lacks mlaunch/{}"
 
 
 def as_keyword(option: str, value: object) -> str:
@@ -235,6 +240,25 @@ class MachineParts:
         for name, part in self._parts.items():
             for news in part.last_words(spec):
                 yield name, news
+
+
+def watchers_of(call: WatchedCall) -> list[Watcher]:
+    """Return what features look at a call with that takes longer than a moment."""
+    rooms = [at_hand(feature.name, "caller") for feature in FEATURES if feature.watches]
+    made = [room.watch(call) for room in rooms if room is not None]
+    return [watcher for watcher in made if watcher is not None]
+
+
+def of_deadline(stacks: Sequence[RankStacks], returned: Collection[int]) -> tuple[list[str], list[int]]:
+    """Return what a feature says of ranks that a deadline has ended, and the ranks that hold up the others."""
+    for feature in FEATURES:
+        if feature.explains:
+            module = at_hand(feature.name, "caller")
+            if module is None:
+                return [_NOT_SAID.format(feature.name)], []
+            found: tuple[list[str], list[int]] = module.of_deadline(stacks, returned)
+            return found
+    return [], []
 
 
 def commands() -> Mapping[str, Any]:

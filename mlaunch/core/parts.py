@@ -84,13 +84,25 @@ class CallerPart:
         """Take what this feature's part on a machine of an engine has sent, in whatever thread hears that."""
 
     def noticed(self, word: object) -> None:
-        """Take what an attempt's agent says, ``Stalled``, and at last an ``Ended``. ``events=`` tells of these."""
+        """Take what an attempt's agent says, a ``Noticed``, and at last an ``Ended``. ``events=`` tells of these."""
 
     def settled(self, ended: Ended, tell: Tell) -> None:
         """Act on how the last attempt ended, before the call returns. ``profile=`` writes its file."""
 
     def close(self) -> None:
         """Give up what the part holds, however the call ends: also by an interrupt, or if another part refuses it."""
+
+
+class Watcher:
+    """A feature's look at a call that takes longer than a moment, in the process that has made it.
+
+    Made by ``watch(call)`` of its ``caller.py`` (``Feature.watches``), which may return None. ``stall=`` has one.
+    """
+
+    due: float = float("inf")  # when ``take_steps`` is called, in monotonic seconds
+
+    def take_steps(self) -> None:
+        """Ask the call's agent, or tell what was found: see ``caller/launch/watched_call.py``."""
 
 
 class RankPart:

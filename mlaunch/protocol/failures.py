@@ -94,11 +94,6 @@ def from_stop(pid: int, command: str = "mlaunch stop") -> RankFailure:
     return of_run(f"was ended by {command} (pid {pid})", "stopped")
 
 
-def from_stall(what: str) -> RankFailure:
-    """Describes that ranks have got nowhere. ``what``: "made no progress for ...". Another attempt may."""
-    return of_run(what, "stalled", final=False)
-
-
 def from_debugger(rank: int, place: str) -> RankFailure:
     """Describes that the user has ended the launch at the prompt of a rank's debugger."""
     what = f"was ended from the debugger: q, or the end of input, at the prompt of rank {rank} ({place})"

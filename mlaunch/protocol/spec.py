@@ -113,8 +113,6 @@ class LaunchSpec:
     rank0_only: bool = False  # the caller wants the value of rank 0 alone
     command: ScriptTarget | None = None  # None: ranks receive a function
     time_left: float | None = None  # of the deadline, when this attempt begins; None: all of it
-    stall: float | None = None  # seconds without progress after which its caller says so; None: never
-    stall_ends: bool = False  # and ends it
     debug: str = (
         ""  # "pdb": each rank has a channel to its caller's prompt; "debugpy", "debugpy:0,2": these wait; JSON: ide.py
     )

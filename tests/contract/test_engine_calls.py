@@ -27,8 +27,8 @@ import torch.distributed as dist
 
 import mlaunch
 from mlaunch import LaunchError, LaunchTimeout, Ranks, launcher
+from mlaunch.caller.running_launches import ask
 from mlaunch.cli import main
-from mlaunch.cli.ps_and_stacks import ask
 from mlaunch.engines import Command, Ends, Engine, Hosts, Placement, Ray, Slurm
 from mlaunch.engines.caller import lease
 from mlaunch.engines.caller.launch.agents_of_machines import MergedAgent

@@ -147,6 +147,7 @@ USED_BY = {
     "agreed_stop": MACHINES,
     "compat": {"launch"},
     "engines": {"run"},
+    "insight": {"caller.debugging", "debug"},
     "leases": {"pytest"},
     "sweeps": {"engines"},
 }

@@ -145,7 +145,7 @@ INSIDE = {
     "mlaunch.sweeps.caller.kept_trial": "test_trials_take_the_warm_ranks_of_their_devices",
     "mlaunch.engines.caller.machine_queue": "test_each_trial_has_machines_of_its_own",
     "mlaunch.engines.caller.launch.placed_machines": "test_each_trial_has_machines_of_its_own",
-    "mlaunch.caller.report.stacks_of_ranks": "test_each_trial_has_machines_of_its_own",
+    "mlaunch.insight.caller.stacks_of_ranks": "test_each_trial_has_machines_of_its_own",
     "mlaunch.sweeps.caller.run_future": "test_futures_of_launches",
     "mlaunch.sweeps.caller.submit": "test_futures_of_launches",
     "mlaunch.sweeps.caller.methods": "test_a_map_and_a_grid",

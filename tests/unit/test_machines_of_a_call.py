@@ -14,7 +14,7 @@ import pytest
 
 from mlaunch.base import linux
 from mlaunch.base.exceptions import RankFailure
-from mlaunch.cli.ps_and_stacks import ask
+from mlaunch.caller.running_launches import ask
 from mlaunch.engines import Ends
 from mlaunch.engines.caller import engine_names
 from mlaunch.engines.caller.launch.agents_of_machines import MergedAgent

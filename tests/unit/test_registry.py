@@ -15,7 +15,7 @@ import pytest
 from mlaunch.base import linux
 from mlaunch.base.text import in_two_units
 from mlaunch.caller import running_launches
-from mlaunch.cli import main, ps_and_stacks
+from mlaunch.cli import main, ps_and_stop
 from mlaunch.protocol import registry
 from mlaunch.protocol.visitors import ASK, END, STATUS, Reception, answer
 from tests import launches
@@ -32,7 +32,7 @@ def test_files_of_a_killed_launch_are_removed(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     registry.listen(os.environ, "dead").close()
     assert os.listdir(tmp_path / "mlaunch") == ["dead.sock"]
-    assert ps_and_stacks.ask(b"status") == []
+    assert running_launches.ask(b"status") == []
     assert os.listdir(tmp_path / "mlaunch") == []
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as unfinished:  # it was killed at this moment
         unfinished.bind(str(tmp_path / "mlaunch" / "dead.new"))
@@ -68,7 +68,7 @@ def test_a_launch_that_does_not_listen_yet_is_not_taken_for_a_dead_one(
 
     class Looking(socket.socket):
         def listen(self, *args: int) -> None:
-            assert ps_and_stacks.ask(b"status") == []  # another process asks at this moment
+            assert running_launches.ask(b"status") == []  # another process asks at this moment
             super().listen(*args)
 
     monkeypatch.setattr(registry.socket, "socket", Looking)
@@ -76,7 +76,7 @@ def test_a_launch_that_does_not_listen_yet_is_not_taken_for_a_dead_one(
         assert os.listdir(tmp_path / "mlaunch") == ["new.sock"]
         os.utime(tmp_path / "mlaunch" / "new.sock", (0, 0))
         (tmp_path / "mlaunch" / "new.sock").rename(tmp_path / "mlaunch" / "killed.new")
-        assert ps_and_stacks.ask(b"status") == []
+        assert running_launches.ask(b"status") == []
         assert os.listdir(tmp_path / "mlaunch") == []
 
 
@@ -90,7 +90,7 @@ def test_the_parts_of_one_launch_on_a_machine_are_stopped_together(
         part = {"id": "6d064c40f1", "function": "f()", "world_size": 2, "restart_count": 0, "age": 2.0, "caller": 7}
         return [{**part, "ranks": [{"rank": rank}]} for rank in range(2)]
 
-    monkeypatch.setattr(ps_and_stacks, "ask", ask)
+    monkeypatch.setattr(ps_and_stop, "ask", ask)
     assert main(["stop", "--now", "6d06"]) == 0
     told = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in told] == [["ending", "6d064c40"]] * 2 + [["ended"]]
@@ -144,10 +144,10 @@ def test_a_launch_whose_visitors_queue(monkeypatch: pytest.MonkeyPatch, tmp_path
     with registry.listen(environ, "slow") as agent:
         silent = list(iter(lambda: registry.connect(environ, "slow"), None))
         monkeypatch.setattr(running_launches, "_QUEUE_TIMEOUT", 1)
-        assert ps_and_stacks.ask(STATUS) == []
+        assert running_launches.ask(STATUS) == []
         monkeypatch.setattr(running_launches, "_QUEUE_TIMEOUT", int(LIMIT))
         with ThreadPoolExecutor(1) as asking:
-            asked = asking.submit(ps_and_stacks.ask, STATUS)
+            asked = asking.submit(running_launches.ask, STATUS)
             for _ in silent:
                 agent.accept()[0].close()
             linux.wait_readable([agent.fileno()], LIMIT)
@@ -165,7 +165,7 @@ def test_a_launch_that_does_not_answer_is_left_out(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(running_launches, "_ANSWER_TIMEOUT", 0.01)
     with registry.listen(os.environ, "deaf"):
-        assert ps_and_stacks.ask(b"status") == []
+        assert running_launches.ask(b"status") == []
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from mlaunch.base.exceptions import LaunchError
 from mlaunch.base.fds import close_all
 from mlaunch.base.peer_process import differences_to_peer, rights_lacking_to_peer
 from mlaunch.caller import running_launches
-from mlaunch.cli import main, ps_and_stacks
+from mlaunch.cli import main, ps_and_stop
 from mlaunch.protocol import visitors
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.visitors import ATTACH, DEBUG, END, STATUS, Reception
@@ -287,7 +287,7 @@ def test_a_launch_tells_another_user_nothing(tmp_path: Path, monkeypatch: pytest
 def test_a_stop_that_is_refused_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     seen = {"id": "x", "function": "f()", "age": 1.0, "world_size": 1, "restart_count": 0, "caller": 1, "ranks": []}
     told = {STATUS: seen, STOP: {"refused": "not from there"}}
-    monkeypatch.setattr(ps_and_stacks, "ask", lambda word, *_, **__: [told[word]])
+    monkeypatch.setattr(ps_and_stop, "ask", lambda word, *_, **__: [told[word]])
     assert main(["stop"]) == 1
     assert capsys.readouterr().err == "mlaunch: not from there\n"
 

@@ -6,13 +6,18 @@ import multiprocessing
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mlaunch.agent.activity import activity, children_of, file_of
-from mlaunch.caller import stall_signs
-from mlaunch.caller.launch.stall_watch import StallWatch
+from mlaunch.base.exceptions import RankFailure
+from mlaunch.caller.launch import watched_call
+from mlaunch.caller.launch.watched_call import Noticed, Watchers
+from mlaunch.insight.caller import stall_signs
+from mlaunch.insight.caller.stall_watch import StallWatch
+from mlaunch.insight.wire import StallTerms
 from mlaunch.protocol.messages.status_messages import TellStatus
 from mlaunch.protocol.visitors import PULSE, WHY
 from tests.processes import wait_until
@@ -92,25 +97,36 @@ def test_a_function_that_shows_no_progress_at_all_is_not_judged(ranks: list[dict
 class World:
     """A watch of two ranks, each of whose questions is answered at once."""
 
-    def __init__(self, limit: float | None, *, ends: bool = False) -> None:
+    begun = 0.0
+
+    def __init__(self, limit: float, *, ends: bool = False) -> None:
         self.now, self.asked, self.said, self.failures = 0.0, [b""], [""], [""]
         self.asked.clear()
         self.said.clear()
         self.failures.clear()
         self.ranks = [WAITS, LATE]
-        self.watch = StallWatch(limit, ends, self.answer, self.said.append, lambda: self.now)
-        self.watch.begin(0.0)
+        call: Any = self
+        self.watch = StallWatch(call, limit, ends)
 
-    def answer(self, question: TellStatus) -> None:
-        self.asked.append(question.word)
-        found = self.watch.take(question.number, self.ranks)
-        self.failures += [found.what] if found is not None else []
+    def clock(self) -> float:
+        return self.now
+
+    def ask(self, word: bytes, take: Any) -> None:
+        self.asked.append(word)
+        take(self.ranks)
+
+    def found(self, noticed: Noticed, failure: RankFailure | None = None) -> None:
+        assert noticed.kind == "stall"
+        if failure is None:
+            self.said.append(noticed.what)
+        else:
+            self.failures.append(failure.what)
 
     def until(self, end: float) -> None:
         """Goes from step to step, as whoever drives a launch does."""
-        while (left := self.watch.timeout()) is not None and self.now + left <= end:
-            self.now += left
-            self.watch.take_step()
+        while self.watch.due <= end:
+            self.now = max(self.now, self.watch.due)
+            self.watch.take_steps()
         self.now = end
 
     def move(self) -> None:
@@ -133,10 +149,6 @@ def test_one_report_and_one_of_a_recovery_and_it_is_armed_again() -> None:
     assert world.said[1:] == ["makes progress again, after 7 min 41 s"]
     world.until(600.0)
     assert len(world.said) == 3
-    world.watch.rest()
-    world.until(10**4)
-    assert len(world.said) == 3
-    assert world.watch.timeout() is None
 
 
 def test_a_rank_that_works_is_looked_at_again_later() -> None:
@@ -180,17 +192,65 @@ def test_a_rank_that_waits_for_others_stirs_in_vain() -> None:
     assert not stall_signs.stirred([late], [{**late, **stirs, "entered": None}])
 
 
-def test_ranks_without_a_call_and_calls_without_a_watch() -> None:
+def test_ranks_without_a_call() -> None:
     world = World(4.0)
     world.ranks = [rank(0, 2, 7, marks=["waiting for a call", 0, 0, 0, 2], frames=[])]
     world.until(100.0)
     assert world.said == []
     assert WHY not in world.asked
-    assert World(None).watch.timeout() is None
-    old = TellStatus(world.watch._number, PULSE)
-    world.watch.begin(world.now)
-    assert world.watch.take(old.number, world.ranks) is None  # of the call before
-    assert world.watch.timeout() == 1.0
+
+
+class Watched(Watchers):
+    """Those of a launch with these sections. ``sent``: what is asked of its agent."""
+
+    def __init__(self, sections: dict[str, object], cluster: object = None) -> None:
+        self.sent: list[TellStatus] = []
+        launch: Any = SimpleNamespace(cluster=cluster, sections=sections)
+        super().__init__(launch, self.sent.append, lambda *_: None)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What watchers take for the time."""
+    moved = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(watched_call, "time", SimpleNamespace(monotonic=lambda: moved.now))
+    return moved
+
+
+def test_what_a_call_asks_for_is_watched_soon_and_what_each_has_later(clock: SimpleNamespace) -> None:
+    asked, usual = Watched({"insight": StallTerms(0.4)}), Watched({})
+    for watchers in (asked, usual):
+        assert watchers.timeout() is None
+        watchers.begin(0.0)
+    assert (asked.timeout(), usual.timeout()) == (0.2, 10.0)
+    clock.now = 0.2
+    asked.take_steps()
+    assert [told.word for told in asked.sent] == [PULSE]
+    clock.now = 10.0
+    usual.take_steps()
+    assert (usual.sent, usual.timeout()) == ([], 65.0)  # a quarter of what is usual
+    usual.rest()
+    assert usual.timeout() is None
+
+
+def test_answers_of_the_last_call_are_not_taken(clock: SimpleNamespace) -> None:
+    watchers = Watched({"insight": StallTerms(0.4)})
+    watchers.begin(0.0)
+    clock.now = 0.2
+    watchers.take_steps()
+    watchers.begin(0.2)
+    watchers.take(1, {})
+    assert watchers.timeout() == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(("terms", "cluster"), [(StallTerms(None), None), (StallTerms(0.4), "others")])
+def test_calls_without_a_watch(clock: SimpleNamespace, terms: StallTerms, cluster: object) -> None:
+    """Their options say so, or other machines take part that have callers of their own: none sees all ranks."""
+    watchers = Watched({"insight": terms}, cluster)
+    watchers.begin(0.0)
+    clock.now = 100.0
+    watchers.take_steps()
+    assert (watchers.sent, watchers.timeout()) == ([], None)
 
 
 @pytest.mark.parametrize("before", ["joining the process group", "receiving the function and its arguments"])

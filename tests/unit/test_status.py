@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from mlaunch.caller import running_launches
 from mlaunch.caller.report.history import History
-from mlaunch.cli import ps_and_stacks
 from mlaunch.display.caller import bars
 from mlaunch.display.caller.launch_lines import status_lines
 from mlaunch.protocol.board import Board, Loop
@@ -73,4 +73,4 @@ def test_imports_of_ranks_are_told(module: str, said: str) -> None:
 )
 def test_how_many_ranks_a_launch_has(ranks: int, world: int, words: str) -> None:
     launch = {"id": "0" * 32, "function": "train()", "ranks": [None] * ranks, "world_size": world, "restart_count": 0}
-    assert f"  train()  {words}" in ps_and_stacks.title_of({**launch, "age": 1.0, "caller": 7})
+    assert f"  train()  {words}" in running_launches.title_of({**launch, "age": 1.0, "caller": 7})

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from mlaunch.base.text import columns
-from mlaunch.caller import watching
 from mlaunch.caller.call_log import CallLog
 from mlaunch.caller.device_use import DeviceUse
-from mlaunch.caller.watch_rows import RankTable
-from mlaunch.cli import main, ps_and_stacks
+from mlaunch.cli import main, ps_and_stop
+from mlaunch.insight.caller import watching
+from mlaunch.insight.caller.watch_rows import RankTable
 
 FRAMES = [["/usr/lib/python3/dist-packages/torch/distributed/c.py", "9", "all_reduce"], ["/me/train.py", "21", "step"]]
 
@@ -175,8 +175,8 @@ def test_a_table_needs_a_terminal_and_rich(monkeypatch: pytest.MonkeyPatch, caps
 @pytest.mark.parametrize("text", ["0", "-1", "often", "nan", "inf"])
 def test_how_often(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=f"{text}: allowed: seconds, more than 0"):
-        ps_and_stacks._period(text)
-    assert ps_and_stacks._period("0.5") == 0.5
+        ps_and_stop._period(text)
+    assert ps_and_stop._period("0.5") == 0.5
 
 
 def test_calls_are_counted() -> None:

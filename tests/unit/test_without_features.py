@@ -27,6 +27,7 @@ ASKS = {
         "import mlaunch.run.command.entry as run\nrun.main(['--engine', 'ssh:a', 'setup.cfg'])",
     ),
     "events": ("events='t'", CALL.format("events='t'")),
+    "insight": ("stall=60", CALL.format("stall=60")),
     "leases": ("lease=True", CALL.format("lease=True")),
     "numa": ("numa='node'", CALL.format("numa='node'")),
     "profile": ("profile='t'", CALL.format("profile='t'")),
@@ -34,8 +35,9 @@ ASKS = {
     "sweeps": ("print.submit()", "mlaunch.launcher(print, 1).submit()"),
     "warm": ("MLAUNCH_WARM=30m", f"import os; os.environ['MLAUNCH_WARM'] = '30m'; {CALL.format('')}"),
 }
-FLAGS = {"agreed_stop": "--stop-on", "events": "--events", "leases": "--lease", "numa": "--numa-binding"}
-FLAGS |= {"profile": "--profile"}
+FLAGS = {"agreed_stop": "--stop-on", "events": "--events", "insight": "--stall", "leases": "--lease"}
+FLAGS |= {"numa": "--numa-binding", "profile": "--profile"}
+COMMANDS = {"insight": ("stacks", "why", "ps --watch"), "run": ("run",), "warm": ("warm",)}
 
 
 @pytest.fixture(scope="module", params=[feature.name for feature in FEATURES])
@@ -88,16 +90,19 @@ def test_its_option_says_that_it_is_not_there(without: tuple[str, Path]) -> None
 def test_the_command_is_there(without: tuple[str, Path]) -> None:
     """And says so of a command that is a feature's own."""
     name, copy = without
-    if name in {"run", "warm"}:
-        done = python(copy, "-m", "mlaunch", name, "--for", "8h")
+    for command in COMMANDS.get(name, ()):
+        words = [*command.split(), *(["--for", "8h"] if command == name else [])]
+        done = python(copy, "-m", "mlaunch", *words)
         assert done.stderr == (
-            f"mlaunch: mlaunch {name}: this installation of mlaunch lacks mlaunch/{name}, which does it; install "
+            f"mlaunch: mlaunch {command}: this installation of mlaunch lacks mlaunch/{name}, which does it; install "
             f"mlaunch again, or do without\n"
         )
+        assert done.returncode == 1
+    if name in COMMANDS:
         others = [python(copy, "-m", "mlaunch", *words).stdout for words in (["ps"], ["doctor", "--json"], ["--help"])]
         assert all(others)
-        assert re.search(rf"^    {name} +is not there$", others[-1], re.MULTILINE)
-        assert done.returncode == 1
+        listed = [command for command in COMMANDS[name] if " " not in command]
+        assert re.findall(r"^    (\S+) +is not there$", others[-1], re.MULTILINE) == listed
     if name == "run":
         return
     done = python(copy, "-m", "mlaunch", "run", "--help")

@@ -23,8 +23,8 @@ from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.report.failure_text import in_order, in_words, operation_of, summarise
-from mlaunch.caller.report.stacks_of_ranks import grouped
-from mlaunch.caller.why_text import view_of
+from mlaunch.insight.caller.stacks_of_ranks import grouped
+from mlaunch.insight.caller.why_text import view_of
 from mlaunch.protocol import channel, payload
 from mlaunch.protocol.messages.launch_messages import (
     AnswerKind,

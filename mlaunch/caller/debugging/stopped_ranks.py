@@ -11,7 +11,7 @@ from mlaunch.caller.debugging import words
 from mlaunch.caller.debugging.prompts import Prompts
 from mlaunch.caller.debugging.words import ForRanks, TellWho
 from mlaunch.caller.report import notebook
-from mlaunch.caller.why_text import view_of
+from mlaunch.insight.caller.why_text import view_of
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.debug_messages import PromptLine
 

@@ -14,7 +14,7 @@ from mlaunch.base.text import in_two_units, name_ranks
 from mlaunch.caller import running_launches
 from mlaunch.caller.debugging import asking
 from mlaunch.caller.debugging.stopped_ranks import StoppedRanks
-from mlaunch.caller.why_text import view_of
+from mlaunch.insight.caller.why_text import view_of
 from mlaunch.protocol import visitors
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.visitors import ATTACH, DEBUG, END, WHY

@@ -1,6 +1,6 @@
 """A launch as its caller drives it: hear what its agent says, carry what its ranks print, end it. ::
 
-agent's channel --records--> step() --> Outcome (values, failures), History (times), StallWatch
+agent's channel --records--> step() --> Outcome (values, failures), History (times), Watchers
 ranks' pipes ------bytes---> step() --> Relay --> CallOutput --> console, files
 nothing for too long ------> step() --> Limits: kill the agent, then the fork server
 Finished, Reaped, or the end of the channel --> step() is False --> end(): settled, as values or an error
@@ -23,9 +23,9 @@ from mlaunch.caller import interrupts
 from mlaunch.caller.interrupts import EndSignal
 from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.launch.settle import Ended, Steps, add_note, settle
-from mlaunch.caller.launch.stall_watch import Stalled, StallWatch
 from mlaunch.caller.launch.status import words_on
 from mlaunch.caller.launch.watchdog import Backing, Killed, Limits, remove_names
+from mlaunch.caller.launch.watched_call import Noticed, Watchers
 from mlaunch.caller.output.relay import Events, Relay
 from mlaunch.caller.report.history import History
 from mlaunch.caller.report.launch_report import LaunchReport
@@ -76,19 +76,24 @@ class LaunchHandle:
         self.outcome = Outcome(self.spec, self.relay.output.plan.directory)
         self.relay.show_status(self._status)
         self.relay.watch(self.agent.fileno())
-        self._stall = StallWatch(self.spec.stall, self.spec.stall_ends, self.agent.try_send, self._tell_stall)
+        self._watchers = Watchers(self.spec, self.agent.try_send, self._take_noticed)
         if not self.spec.stays:
-            self._stall.begin(time.monotonic())
+            self._watchers.begin(time.monotonic())
 
     def attach(self, parts: CallerParts) -> None:
         """Have the parts of features hear what comes, and give them the way to their parts in the agent."""
         self.parts = parts
         parts.attach(self.tell_part)
 
-    def _tell_stall(self, what: str) -> None:
-        self.relay.output.say(f"{self.spec.name} {what}")
+    def _take_noticed(self, noticed: Noticed, failure: RankFailure | None) -> None:
+        if failure is None:
+            self.relay.output.say(f"{self.spec.name} {noticed.what}")
+        elif self.outcome.failed:
+            return
         if self.parts is not None:
-            self.parts.noticed(Stalled(what))
+            self.parts.noticed(noticed)
+        if failure is not None:
+            self.end_for(failure)
 
     def _status(self) -> list[str]:
         """Say how far the launch is, where lines change."""
@@ -121,7 +126,7 @@ class LaunchHandle:
 
     def timeout(self) -> float | None:
         """Returns the seconds until ``step`` is due though nothing can be read; None: it is not."""
-        due = (self.relay.timeout(), self._limits.timeout(), self._stall.timeout())
+        due = (self.relay.timeout(), self._limits.timeout(), self._watchers.timeout())
         return min((seconds for seconds in due if seconds is not None), default=None)
 
     def step(self, readable: Events | None = None) -> bool:
@@ -130,7 +135,7 @@ class LaunchHandle:
         ``readable``: what can be read, if that is known from the relay; it is asked for otherwise.
         """
         ready = self.relay.carry(readable)
-        self._stall.take_step()
+        self._watchers.take_steps()
         if self._limits.agent is not None and self._limits.agent.fd in ready:
             self.relay.unwatch(self._limits.agent.fd)
             self._limits.agent_ended()
@@ -276,16 +281,12 @@ class LaunchHandle:
             pipes, first = fds[record.channels :], self.outcome.spec.rank_start
             self.relay.adopt(record.rank, record.rank - first, pipes, self.history.board)
         elif isinstance(record, StatusTold):
-            failure = self._stall.take(record.number, visitors.read_status(fds[0])["ranks"])
-            if failure is not None and not self.outcome.failed:
-                if self.parts is not None:
-                    self.parts.noticed(Stalled(failure.what))
-                self.end_for(failure)
+            self._watchers.take(record.number, visitors.read_status(fds[0]))
         elif isinstance(record, Waiting):
             self.waiting = record.text
         elif isinstance(record, Visited):
             self._limits.hold(record.held)
-            self._stall.hold(held=record.held)
+            self._watchers.hold(held=record.held)
         elif isinstance(record, PartSays):
             self._note(record)
         if words := words_on(self.spec.name, record):

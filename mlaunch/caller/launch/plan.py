@@ -14,7 +14,7 @@ from mlaunch.base.log import log
 from mlaunch.caller.launch import device_choice
 from mlaunch.caller.launch.device_choice import DeviceChoice
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.options.trouble_options import debug_word, parse_stall
+from mlaunch.caller.options.trouble_options import debug_word
 from mlaunch.caller.report import notebook
 from mlaunch.protocol import token as tokens
 from mlaunch.protocol.messages.launch_messages import Ready
@@ -55,7 +55,6 @@ def plan(options: Options, machine: ThisMachine, name: str, environ: Mapping[str
     if lacks := rlimits.too_few_files(placed.local_world_size):
         log.warning("%s: %s", name, lacks)
     cluster = _cluster(options, environ, name) if world_size > placed.local_world_size else None
-    stall, stall_ends = parse_stall(options.stall)
     return LaunchSpec(
         launch_id=new_launch_id(),
         name=name,
@@ -77,9 +76,7 @@ def plan(options: Options, machine: ThisMachine, name: str, environ: Mapping[str
         secret=os.urandom(16).hex() if cluster is None else cluster.token or "",
         context=context_of(environ),
         cluster=cluster,
-        stall=stall if cluster is None else None,
         debug=debug_word(options.debug, world_size) or child_debugging.address(),
-        stall_ends=stall_ends,
         rank0_only=options.results == "rank0",
         sections={} if attempt.parts is None else attempt.parts.sections,
     )

@@ -157,9 +157,9 @@ def _who_is_late(outcome: Outcome) -> str:
 
 
 def _raise_timeout(outcome: Outcome, reason: str) -> None:
-    from mlaunch.caller import why_text  # not needed by most calls
+    from mlaunch.core.load import of_deadline  # which most calls do not need
 
-    said, blamed = why_text.of_stacks(list(outcome.stacks.values()), outcome.values)
+    said, blamed = of_deadline(list(outcome.stacks.values()), outcome.values)
     lines = [reason, *said, *meanwhile(outcome.doing())]
     outcome.failures = [*_late_ranks(outcome, blamed), *outcome.failures]
     raise _error(outcome, LaunchTimeout, "\n".join(lines))

@@ -56,7 +56,7 @@ class KeptHandle(DirectHandle):
         """Sends the call. OSError if the agent is gone."""
         board, content = self.history.board, call.content
         self.over, self._number, self._begun = False, call.number, time.monotonic()
-        self._stall.begin(self._begun)
+        self._watchers.begin(self._begun)
         self._present_call, self._unsent = call.number, call.take_words()
         self._by_itself = len(self._direct) == self.spec.world_size
         # After a pause the processor's caches have forgotten us, and each line of Python costs three times what it
@@ -84,7 +84,7 @@ class KeptHandle(DirectHandle):
         Returns:
             What settles the call, to be called once, without a lock: it unpickles values, by user code.
         """
-        self._stall.rest()
+        self._watchers.rest()
         found = self._finish_ahead()
         if found is None:
             self._turn_to_present()
@@ -100,7 +100,7 @@ class KeptHandle(DirectHandle):
     def wait_ahead(self) -> list[int]:
         """Waits until something has come, for a while; returns the descriptors that can be read."""
         with interrupts.allowed():
-            due = (_AHEAD, self._stall.timeout(), self._limits.timeout())
+            due = (_AHEAD, self._watchers.timeout(), self._limits.timeout())
             return [fd for fd, _ in self.relay.wait(min(seconds for seconds in due if seconds is not None))]
 
     def hear_ahead(self, ready: list[int]) -> bool:
@@ -207,7 +207,7 @@ class KeptHandle(DirectHandle):
         agent, grace_period = self._limits.agent, spec.grace_period + max(spec.grace_period, _CHECK_TIMEOUT)
         late = self._end_late if self._by_itself and spec.deadline is not None else None
         self._limits = Limits(grace_period, spec.deadline, self.server.kill, agent, late, self._begun)
-        self._limits.hold(self._stall.held)
+        self._limits.hold(self._watchers.held)
 
     def _show(self, record: AgentSays, fds: Sequence[int]) -> None:
         if isinstance(record, CallOver):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mlaunch.base.misuse import as_dict, misuse
 from mlaunch.base.schema import VERSION
 from mlaunch.caller.launch.settle import Ended
-from mlaunch.caller.launch.stall_watch import Stalled
+from mlaunch.caller.launch.watched_call import Noticed
 from mlaunch.core.parts import CallerPart, Spell
 from mlaunch.events.caller.sinks import CallableSink, EventSink, FileSink
 from mlaunch.protocol.messages.launch_messages import RankGone, RanksStarting, RankStarted
@@ -46,8 +46,8 @@ class CallEvents(CallerPart):
             self._tell_rank(word, "started", None)
         elif isinstance(word, RankGone):
             self._tell_rank(word, "ended", word.exitcode)
-        elif isinstance(word, Stalled):
-            self._tell("stall", **{"text": word.what})
+        elif isinstance(word, Noticed):
+            self._tell(word.kind, **{"text": word.what})
         elif isinstance(word, Ended):
             self._tell_end(word)
 

@@ -10,11 +10,9 @@ import stat
 from collections.abc import Mapping, Sequence
 
 from mlaunch.base.log import log
-from mlaunch.caller.options.trouble_options import parse_stall
 from mlaunch.cli.checks import UsageError, at_least, number, numbers
 from mlaunch.protocol import token as tokens
 
-_NEVER = "none"
 _LONGEST_ROLE = 255  # characters: all machines hear it
 _HARDLY_A_SCRIPTS = {"--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-endpoint", "--standalone"}
 _SHUTDOWN_TIMEOUT = "30"  # seconds, torchrun's: enough to save a checkpoint
@@ -65,17 +63,6 @@ def is_here(host: str) -> bool:
                 continue
             return True
     return False
-
-
-def stall_of(text: str) -> str | None:
-    """Checks after how long without progress a run is reported; None: never."""
-    if text == _NEVER:
-        return None
-    try:
-        parse_stall(text)
-    except ValueError:
-        raise UsageError(f"--stall {text}: allowed: seconds, more than 0, also as '60 stop', or none") from None
-    return text
 
 
 def token_of(file: str | None, environ: Mapping[str, str]) -> str | None:

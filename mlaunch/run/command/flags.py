@@ -264,8 +264,6 @@ def _add_ending(flags: Flags) -> None:
     flags.flag(group, "--shutdown-timeout", "--grace-period", kind=float, metavar="SECONDS",
                help="from the request to end until SIGKILL (default: $TORCH_ELASTIC_SHUTDOWN_TIMEOUT, 30)")  # fmt: skip
     _add_of_features(flags, group)
-    group.add_argument("--stall", default="300", metavar="SECONDS", help="say which rank the others wait for, after so "
-                       "long without progress; '60 stop' ends the run; none (default: 300)")  # fmt: skip
     group.add_argument("--error-file", "--error_file", metavar="FILE", help="if the run fails, write why for programs: "
                        "JSON, see docs/schema.json")  # fmt: skip
     group.add_argument("--deadline", type=float, metavar="SECONDS", help="for the whole run (default: none)")

@@ -25,7 +25,6 @@ from mlaunch.run.command.flag_values import (
     preemptions_of,
     role_of,
     signals_of,
-    stall_of,
     token_of,
 )
 
@@ -61,7 +60,6 @@ class Job:
     deadline: float | None
     max_restarts: int
     max_preemptions: int
-    stall: str | None
     of_features: Mapping[str, Any]  # options
     signals: tuple[int, ...]
     run_id: str
@@ -93,7 +91,6 @@ class Job:
             grace_period=self.grace_period,
             deadline=self.deadline,
             max_restarts=self.max_restarts,
-            stall=self.stall,
             join_timeout=self.join_timeout,
             token=self.token,
             oversubscribe=self.oversubscribe,
@@ -128,7 +125,6 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
         deadline=None if args.deadline is None else seconds_of("--deadline", args.deadline),
         max_restarts=at_least(0, "--max-restarts", args.max_restarts),
         max_preemptions=preemptions_of(args.max_preemptions, args.engine),
-        stall=stall_of(args.stall),
         of_features={name: value for one in load.commands().values() for name, value in one.options_of(args).items()},
         signals=signals_of(args.signals_to_handle),
         run_id="" if args.standalone or (nodes == 1 and args.rdzv_id == _NO_ID) else args.rdzv_id,

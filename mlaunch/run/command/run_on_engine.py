@@ -82,7 +82,6 @@ def _options(job: Job) -> Options:
         grace_period=job.grace_period,
         deadline=job.deadline,
         max_restarts=job.max_restarts,
-        stall=job.stall,
         join_timeout=job.join_timeout,
         oversubscribe=job.oversubscribe,
         **job.of_features,

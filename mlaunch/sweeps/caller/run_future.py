@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from mlaunch.base.log import log
 from mlaunch.base.misuse import hides_our_frames
@@ -20,12 +20,15 @@ from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.live import LivePlace
 from mlaunch.caller.report.launch_report import LaunchReport
-from mlaunch.caller.report.stacks_of_ranks import StacksOfRanks
 from mlaunch.caller.report.user_frames import raises_from_caller, without_ours
+from mlaunch.core import load
 from mlaunch.protocol import registry
 from mlaunch.protocol.spec import Context
 from mlaunch.protocol.visitors import STACKS, ask
 from mlaunch.sweeps.caller.report_log import Reported, ReportLog
+
+if TYPE_CHECKING:
+    from mlaunch.insight.caller.stacks_of_ranks import StacksOfRanks
 
 _STACKS_TIMEOUT = 5.0  # seconds for a launch to tell
 
@@ -136,20 +139,20 @@ class Run(Future[list[Any]]):
 
         The ranks continue meanwhile. Printed, they are as ``mlaunch stacks`` shows them.
         """
-        found = self._course.seen_as()
+        room, found = load.room("insight", "caller", "run.stacks()"), self._course.seen_as()
         connection = None if found is None or self.done() else registry.connect(os.environ, registry.name_of(*found))
-        if connection is None:
-            return StacksOfRanks()
-        with connection:
-            status = ask(connection, STACKS, _STACKS_TIMEOUT)
-        return StacksOfRanks((status or {}).get("ranks", ()))
+        status = None
+        if connection is not None:
+            with connection:
+                status = ask(connection, STACKS, _STACKS_TIMEOUT)
+        stacks: StacksOfRanks = room.stacks_of((status or {}).get("ranks", ()))
+        return stacks
 
     def why(self) -> str:
         """Says which rank the others wait for, and what it does instead; "" if no ranks run."""
-        from mlaunch.caller.running_launches import why_launch
-
-        found = self._course.seen_as()
-        return "" if found is None or self.done() else why_launch(found[0])
+        room, found = load.room("insight", "caller", "run.why()"), self._course.seen_as()
+        said: str = "" if found is None or self.done() else room.why_launch(found[0])
+        return said
 
     def stop(self, reason: str = "asked") -> bool:
         """Asks the ranks to stop at a step that they agree on, where ``mlaunch.stopping`` returns the reason.

@@ -17,7 +17,6 @@ from mlaunch.caller.launch.plan import Attempt
 from mlaunch.caller.launch.settle import Steps
 from mlaunch.caller.launch.start import name_culprit
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.options.trouble_options import parse_stall
 from mlaunch.caller.output.output_plan import OutputPlan
 from mlaunch.caller.output.relay import Relay
 from mlaunch.caller.report import notebook
@@ -42,7 +41,7 @@ from mlaunch.rendezvous.address import LOOPBACK
 # What this process does with a launch, which machines need not know; or what an engine decides.
 _OURS = {
     "world_size", "rank_start", "master_ip", "port", "token", "output", "log_dir", "progress", "keep",
-    "ranks", "engine", "machines", "max_restarts", "max_preemptions", "start_method", "join", "stall",
+    "ranks", "engine", "machines", "max_restarts", "max_preemptions", "start_method", "join",
     *features.OPTIONS,
 }  # fmt: skip
 END_TIMEOUT = 2.0  # seconds for the last words of a launch, once its ranks have ended
@@ -212,7 +211,6 @@ class MachinesLaunch:
 
     def _spec(self, prepared: Sequence[Offer]) -> LaunchSpec:
         """Returns the launch as this process sees it: one machine with all ranks."""
-        stall, stall_ends = parse_stall(self.options.stall)
         return LaunchSpec(
             launch_id=new_launch_id(),
             name=self.work.name,
@@ -234,8 +232,6 @@ class MachinesLaunch:
             secret=tokens.draw(),  # long enough to be used without scrypt
             context=self._context(),
             rank0_only=self.options.results == "rank0",
-            stall=stall,
-            stall_ends=stall_ends,
             command=self.work.command,
             sections=load.sections_of(self.options, self.number.parts),
         )

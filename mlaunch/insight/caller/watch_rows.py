@@ -8,8 +8,8 @@ from typing import Any
 
 from mlaunch.base.text import columns, filled, in_bytes, in_two_units, shown
 from mlaunch.caller.report.failure_text import in_words, users_place
+from mlaunch.caller.running_launches import place_of_rank, title_of
 
-ID_SHOWN = 8
 _STILL = 10.0  # seconds in which a loop makes no turn, after which that is told instead of its rate
 _SLOW = 5  # turns that it may take as long as
 _HEAD = ("rank", "device", "state", "where", "loop", "rate", "CPU", "memory", "on device", "device use")
@@ -18,24 +18,6 @@ _RUNNING = "running"
 
 DeviceLook = tuple[int, int, int | None]  # bytes in use, bytes in all, percent of the time that it works, if told
 LookAt = Callable[[str], DeviceLook | None]  # at a device of this machine, by its name; None: it does not tell
-
-
-def title_of(launch: Mapping[str, Any]) -> str:
-    """Says which launch it is: "3f2a6c11  train()  4 ranks, 12 s old, called by pid 4236"."""
-    launch = shown(launch)
-    size = len(launch["ranks"])
-    ranks = f"{size} rank{'s' if size > 1 else ''}" + (f" of {launch['world_size']}" * (launch["world_size"] != size))
-    again = f", restart {launch['restart_count']}" if launch["restart_count"] else ""
-    name = f"{launch['function'].removesuffix('()')}({launch['given']})" if launch.get("given") else launch["function"]
-    return (
-        f"{launch['id'][:ID_SHOWN]}  {name}  {ranks}, {in_two_units(launch['age'])} old, "
-        f"called by pid {launch['caller']}{again}"
-    )
-
-
-def place_of_rank(rank: Mapping[str, Any]) -> str:
-    """Says on which device of which machine it is, where that is another one."""
-    return f"{rank['device']} on {rank['host']}" if "host" in rank else str(rank["device"])
 
 
 @dataclass

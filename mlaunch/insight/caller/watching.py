@@ -14,8 +14,8 @@ from mlaunch.caller.output.console import Console
 from mlaunch.caller.output.live import LiveLines
 from mlaunch.caller.report import notebook
 from mlaunch.caller.running_launches import ask, launches_of
-from mlaunch.caller.watch_rows import RankTable
 from mlaunch.core import load
+from mlaunch.insight.caller.watch_rows import RankTable
 from mlaunch.protocol.visitors import WATCH
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any
 from mlaunch.base.frames import is_library, module_of
 from mlaunch.base.text import name_some_ranks, shown
 from mlaunch.caller.report.failure_text import in_phase, in_words, operation_of, users_place
-from mlaunch.caller.wait_graph import RankView, WaitView, waited_for, why
+from mlaunch.insight.caller.wait_graph import RankView, WaitView, waited_for, why
 from mlaunch.protocol.messages.launch_messages import Operations, Phase, RankStacks
 from mlaunch.protocol.stack_dump import STATES, main_frames
 

@@ -1,0 +1,78 @@
+"""What ranks do, as their caller and who looks at them are told it.
+
+Nothing is imported before it is asked for: each call that takes longer than a moment has a watch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mlaunch.caller.options.trouble_options import parse_stall
+from mlaunch.core.parts import CallerPart
+from mlaunch.insight.wire import StallTerms, terms_of
+
+if TYPE_CHECKING:
+    from mlaunch.caller.call_log import CallLog
+    from mlaunch.caller.launch.watched_call import WatchedCall
+    from mlaunch.caller.options.launch_options import Options
+    from mlaunch.core.parts import Spell
+    from mlaunch.insight.caller.stacks_of_ranks import StacksOfRanks
+    from mlaunch.insight.caller.stall_watch import StallWatch
+    from mlaunch.protocol.messages.launch_messages import RankStacks
+
+
+def part(options: Options, _spell: Spell) -> CallerPart:
+    made = CallerPart()
+    made.section = StallTerms(*parse_stall(options.stall))
+    return made
+
+
+def watch(call: WatchedCall) -> StallWatch | None:
+    """Return what looks whether the ranks make progress; None: the options want no report.
+
+    Where machines have a caller each, none of these sees all ranks.
+    """
+    terms = terms_of(call.spec.sections)
+    if terms.seconds is None or call.spec.cluster is not None:
+        return None
+    from mlaunch.insight.caller.stall_watch import StallWatch
+
+    return StallWatch(call, terms.seconds, terms.ends)
+
+
+def of_deadline(stacks: Sequence[RankStacks], returned: Iterable[int]) -> tuple[list[str], list[int]]:
+    """Say who waits for whom of ranks that a deadline has ended; with the ranks that hold up the others."""
+    from mlaunch.insight.caller import why_text
+
+    return why_text.of_stacks(stacks, returned)
+
+
+def why_launch(launch_id: str) -> str:
+    """Says which rank of it the others wait for; "" if it does not run."""
+    from mlaunch.caller.running_launches import ask, whole
+    from mlaunch.insight.caller.why_text import sentence
+    from mlaunch.protocol.visitors import WHY
+
+    return "\n".join(sentence(launch["ranks"]) for launch in whole(ask(WHY, launch_id)))
+
+
+def why_call(name: str) -> str:
+    """Says it of the calls of the function of that name which this process has made and which run, a line each."""
+    from mlaunch.caller.running_launches import launches_of
+
+    return "\n".join(said for launch_id in launches_of(name) if (said := why_launch(launch_id)))
+
+
+def watch_calls(name: str, log: CallLog) -> None:
+    """Show what each rank of the function's calls does until none of them runs."""
+    from mlaunch.insight.caller import watching
+
+    watching.watch_calls(name, log)
+
+
+def stacks_of(ranks: Iterable[Mapping[str, Any]]) -> StacksOfRanks:
+    """Return the Python stacks of ranks that have told them."""
+    from mlaunch.insight.caller.stacks_of_ranks import StacksOfRanks
+
+    return StacksOfRanks(ranks)

@@ -1,0 +1,105 @@
+"""Looks, while a call runs, whether its ranks make progress, and tells when they have made none for long.
+
+    watching --no progress for that long--> looking twice --nobody works--> stalled --progress--> watching
+                                            (or more often, while a rank waits for something outside)
+        ^                                       |
+        +---------- somebody works -------------+
+
+It asks the launch's agent a few times in each such stretch; nothing is asked of a call that is short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlaunch.base.text import in_two_units
+from mlaunch.caller.launch.watched_call import Noticed, WatchedCall
+from mlaunch.core.parts import Watcher
+from mlaunch.protocol import failures
+from mlaunch.protocol.visitors import PULSE, WHY
+
+# Often enough to know the end of a stretch to a quarter, and seldom enough to cost nothing.
+_LOOKS = 4  # in a stretch without progress
+_NEVER = float("inf")
+
+Ranks = Sequence[Mapping[str, Any]]
+
+
+@dataclass
+class StallWatch(Watcher):
+    """Watches one call. ``limit``: seconds."""
+
+    call: WatchedCall
+    limit: float
+    ends: bool  # what has stalled is to be ended
+
+    def __post_init__(self) -> None:
+        self.due = self.call.begun + self.limit / _LOOKS
+        self._moved_at = self.call.begun
+        self._moves = False  # its ranks have been seen to show progress
+        self._known: Ranks = ()
+        self._first: Ranks | None = None  # the first of several looks, and the last
+        self._last: Ranks = ()
+        self._first_at = 0.0
+        self._looks_twice = False
+        self._stalled = False
+
+    def take_steps(self) -> None:
+        """Ask."""
+        self.due = _NEVER  # until the answer is there
+        self.call.ask(WHY if self._looks_twice else PULSE, self._take)
+
+    def _take(self, ranks: Ranks) -> None:
+        from mlaunch.insight.caller import stall_signs  # after a quarter of the time: few calls take so long
+
+        now = self.call.clock()
+        if not stall_signs.run(ranks) or stall_signs.moved(self._known, ranks):
+            self._note_progress(now)
+        self._moves = self._moves or stall_signs.counted(self._known, ranks)
+        self._known = ranks
+        if self._looks_twice:
+            self._compare(ranks, now)
+        elif not self._stalled and now >= self._moved_at + self.limit:
+            self._looks_twice, self.due = True, now
+            return
+        if not self._looks_twice:
+            left = _NEVER if self._stalled else max(0.0, self._moved_at + self.limit - now)
+            self.due = now + min(self.limit / _LOOKS, left)
+
+    def _note_progress(self, now: float) -> None:
+        if self._stalled:
+            self._tell(f"makes progress again, after {in_two_units(now - self._moved_at)}")
+        self._moved_at, self._stalled, self._looks_twice, self._first = now, False, False, None
+
+    def _tell(self, what: str) -> None:
+        self.call.found(Noticed("stall", what))
+
+    def _compare(self, ranks: Ranks, now: float) -> None:
+        """Take the first of the looks, or compare them."""
+        from mlaunch.insight.caller import stall_signs
+
+        if self._first is None:
+            self._first, self._last, self._first_at, self.due = ranks, ranks, now, now + stall_signs.APART
+            return
+        # Two looks, since one says where a rank is, and not whether it moves.
+        works = stall_signs.work(self._last, ranks) or stall_signs.stirred(self._first, ranks)
+        works = works or not (self._moves or stall_signs.has_begun(ranks))
+        patience = stall_signs.patience(ranks, self.limit)
+        if not works and now < self._first_at + patience:
+            self._last, self.due = ranks, now + max(stall_signs.APART, patience / 5)
+            return
+        self._looks_twice, self._first = False, None
+        if works:
+            self._moved_at = now
+        else:
+            self._stalled = True
+            self._accuse(stall_signs.stalled(now - self._moved_at, ranks), stall_signs.places(ranks))
+
+    def _accuse(self, what: str, places: Sequence[str]) -> None:
+        if self.ends:
+            self.call.found(Noticed("stall", what), failures.of_run(what, "stalled", final=False))
+            return
+        lines = [f"has {what}", *(f"  {place}" for place in places)]
+        self._tell("\n".join([*lines, "  the run goes on; stall= (--stall of mlaunch run) says what is done about it"]))

@@ -1,0 +1,128 @@
+"""``mlaunch stacks`` and ``why``, the table of ``mlaunch ps --watch``, and ``--stall`` of ``mlaunch run``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from mlaunch.base.failure_data import named
+from mlaunch.base.text import shown
+from mlaunch.caller.options.trouble_options import parse_stall
+from mlaunch.caller.report import as_data
+from mlaunch.caller.running_launches import title_of, whole
+from mlaunch.cli.checks import UsageError
+from mlaunch.cli.chosen_launches import add_choice, asked, nothing, print_json
+from mlaunch.insight.wire import StallTerms
+from mlaunch.protocol.visitors import ALL_STACKS, STACKS, WHY
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+GROUP = "failure and end"
+_NEVER = "none"
+_ALL_THREADS = "every thread of every rank, not grouped; a rank whose other threads run Python meanwhile may die of it"
+_WHY = """\
+Say in one sentence which rank the others wait for, and what it does instead, then where each rank is. The ranks
+continue meanwhile.
+"""
+
+
+def add(_flags: object, group: Any) -> None:
+    """Add the flag to a group of the parser's."""
+    group.add_argument("--stall", default="300", metavar="SECONDS", help="say which rank the others wait for, after so "
+                       "long without progress; '60 stop' ends the run; none (default: 300)")  # fmt: skip
+
+
+def options_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the option that the flag asks for; UsageError for what it cannot mean."""
+    if args.stall == _NEVER:
+        return {"stall": None}
+    try:
+        seconds, ends = parse_stall(args.stall)
+    except ValueError:
+        raise UsageError(f"--stall {args.stall}: allowed: seconds, more than 0, also as '60 stop', or none") from None
+    return {"stall": args.stall if (seconds, ends) != (StallTerms().seconds, StallTerms().ends) else seconds}
+
+
+def add_command(commands: Commands) -> None:
+    stacks = commands.add_parser(
+        "stacks",
+        help="show where the ranks of a running launch are",
+        description="Show the Python stacks of a running launch, equal ones once. The ranks continue meanwhile.",
+    )
+    add_choice(stacks, "all")
+    stacks.add_argument("--all-threads", action="store_true", help=_ALL_THREADS)
+    stacks.set_defaults(run=_stacks)
+    why = commands.add_parser("why", help="say which rank of a running launch the others wait for", description=_WHY)
+    add_choice(why, "all")
+    why.set_defaults(run=_why)
+
+
+def watch(every: float) -> int:
+    """Show what ranks do until that is interrupted."""
+    from mlaunch.insight.caller.watching import watch_all
+
+    try:
+        watch_all(every, nothing)
+    except ImportError as error:
+        print(f"mlaunch: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        pass  # which is how it ends
+    return 0
+
+
+def _why(args: argparse.Namespace) -> int:
+    from mlaunch.insight.caller.stacks_of_ranks import grouped
+    from mlaunch.insight.caller.why_text import sentence
+
+    launches = whole(asked(WHY, args))
+    if args.json:
+        print_json([with_reason(launch) for launch in launches])
+        return 0
+    told = [f"{title_of(launch)}\n  {sentence(launch['ranks'])}\n{grouped(launch['ranks'])}" for launch in launches]
+    print("\n\n".join(told) or nothing())
+    return 0
+
+
+def _stacks(args: argparse.Namespace) -> int:
+    from mlaunch.insight.caller.stacks_of_ranks import grouped
+
+    launches = asked(ALL_STACKS if args.all_threads else STACKS, args)
+    if args.json:
+        print_json([with_stacks(launch, all_threads=args.all_threads) for launch in launches])
+        return 0
+    show = _every_thread if args.all_threads else grouped
+    print("\n\n".join(f"{title_of(launch)}\n{show(launch['ranks'])}" for launch in launches) or nothing())
+    return 0
+
+
+def _every_thread(ranks: Iterable[Mapping[str, Any]]) -> str:
+    blocks = []
+    for rank in ranks:
+        rows = [f"    {shown(row)}" for row in rank["stacks"].splitlines() if row]
+        blocks.append("\n".join([f"  rank {rank['rank']} (pid {rank['pid']}): {shown(rank['state'])}", *rows]))
+    return "\n".join(blocks)
+
+
+# As programs read it, with the fields of docs/schema.json
+
+
+def with_stacks(told: Mapping[str, Any], *, all_threads: bool) -> dict[str, Any]:
+    """Return a launch with where each rank is; with all threads as the text that faulthandler wrote."""
+    return as_data.launch(told, [_with_frames(rank, all_threads=all_threads) for rank in told["ranks"]])
+
+
+def with_reason(told: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a launch with the sentence of ``mlaunch why``, and the ranks that the others wait for."""
+    from mlaunch.insight.caller.why_text import blamed, sentence, view_of
+
+    ranks = [{**_with_frames(rank), "doing": view_of(rank).doing} for rank in told["ranks"]]
+    return {**as_data.launch(told, ranks), "why": sentence(told["ranks"]), "waited_for": blamed(told["ranks"])}
+
+
+def _with_frames(told: Mapping[str, Any], *, all_threads: bool = False) -> dict[str, Any]:
+    text = {"stacks": told.get("stacks", "")} if all_threads else {}
+    return {**as_data.rank(told), "frames": named(told.get("frames", [])), **text}

@@ -1,0 +1,28 @@
+"""What a launch's options say of ranks that make no progress."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+from mlaunch.base.frozen_record import frozen_record
+
+NAME = "insight"  # of this feature
+
+
+@frozen_record
+class StallTerms:
+    """The feature's section of a launch's spec.
+
+    Attributes:
+        seconds: Without progress, after which the user is told; None: never.
+        ends: The run ends then.
+    """
+
+    seconds: float | None = 300.0
+    ends: bool = False
+
+
+def terms_of(sections: Mapping[str, object]) -> StallTerms:
+    """Return what a launch with these sections says; the usual terms where its options say nothing."""
+    return cast(StallTerms, sections.get(NAME)) or StallTerms()
