@@ -13,6 +13,7 @@ from mlaunch.base.text import columns
 from mlaunch.caller.call_log import CallLog
 from mlaunch.caller.device_use import DeviceUse
 from mlaunch.cli import main, ps_and_stop
+from mlaunch.display import caller as drawing
 from mlaunch.insight.caller import watching
 from mlaunch.insight.caller.watch_rows import RankTable
 
@@ -78,7 +79,7 @@ def test_no_table_over_what_another_program_draws(
     ):
         with monkeypatch.context() as patch:
             patch.setattr(sys, name, terminal)
-            patch.setattr(watching, "is_piped", fd.__eq__)
+            patch.setattr(drawing, "is_piped", fd.__eq__)
             with pytest.raises(error, match="and so may the program that reads"):
                 call()
     assert capsys.readouterr().out == ""
