@@ -92,7 +92,6 @@ ROOMS = (
     ("forkserver/", "imports torch once; forks an agent per call", "the fork server", "#eef3fa"),
     ("agent/", "forks, supervises and stops the ranks", "the agent", "#eef3fa"),
     ("rank/", "become a rank, answer calls, leave; join", "a rank", "#e9f6ea"),
-    ("collectives/", "objects between ranks, groups, reductions", "a rank of any launcher", "#e9f6ea"),
     ("rendezvous/", "store, gate and link between machines", "processes of its own", "#f3ecf7"),
     ("core/", "hook points for features", "all of them", "#f2f2f2"),
     ("protocol/", "records, channels, memory files, pickling", "all of them", "#f2f2f2"),

@@ -73,6 +73,7 @@ def _given(option: str) -> Callable[[Mapping[str, Any]], bool]:
 FEATURES = (
     Feature("cells", (), _never),
     Feature("ci", (), _never),
+    Feature("comm", (), _never),
     Feature("compat", (), _never),
     Feature("display", (), _never, processes=("rank",), stands_in=("tqdm.notebook", "IPython.core.display_functions")),
     Feature("engines", (), _never),

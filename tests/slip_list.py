@@ -952,7 +952,7 @@ SLIPS = (
     Slip(
         "comm",
         "read_only_buffers",
-        "collectives/exchange.py",
+        "comm/rank/exchange.py",
         "                send(bytearray(raw) if raw.readonly else raw)\n",
         "                send(raw)\n",
         ("unit/test_exchange.py::test_a_large_buffer_that_may_not_be_written_to",),
@@ -961,7 +961,7 @@ SLIPS = (
     Slip(
         "comm",
         "all_raise_together",
-        "collectives/exchange.py",
+        "comm/rank/exchange.py",
         "    # After the sizes, which say so to everybody: a rank that raised alone would leave the others waiting.\n"
         "    _raise_if_unpicklable(sizes, mine, link, what)\n",
         "",
@@ -971,7 +971,7 @@ SLIPS = (
     Slip(
         "comm",
         "own_object_itself",
-        "collectives/exchange.py",
+        "comm/rank/exchange.py",
         "            mine.send(share)\n            values.append(value)\n",
         "            mine.send(share)\n            values.append(_unpack(mine.blob, share))\n",
         ("contract/test_comm.py::test_objects_of_unequal_size_reach_everybody",),
@@ -980,7 +980,7 @@ SLIPS = (
     Slip(
         "comm",
         "twin_is_kept",
-        "collectives/exchange.py",
+        "comm/rank/exchange.py",
         "    if group not in _gloo_twins:\n",
         "    if True:\n",
         ("unit/test_exchange.py::test_a_group_that_cannot_carry_cpu_tensors_gets_a_twin",),

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mlaunch import LaunchError, LaunchReport, comm, launcher, progress
+from mlaunch import LaunchError, LaunchReport, launcher, progress
 from tests import builds, launches
 from tests.conftest import ROOT
 from tests.imported import IMPORTED
@@ -44,8 +44,8 @@ def test_lines_have_their_rank_in_front_and_equal_ones_are_shown_once(
         dist.barrier()
         print("all the same")
         dist.barrier()
-        print("rank", comm.get_rank())
-        print("error of", comm.get_rank(), file=sys.stderr)
+        print("rank", dist.get_rank())
+        print("error of", dist.get_rank(), file=sys.stderr)
 
     launcher(train, 3)()
     shown = capsys.readouterr()
@@ -112,7 +112,7 @@ launcher(lambda: None, 2, device_type="cpu", start_method="fork", output="raw")(
 def test_output_shows_what_its_option_says(capsys: Capture, output: str, shown: str) -> None:
     def train() -> None:
         for rank in (0, 1):
-            if comm.get_rank() == rank:
+            if dist.get_rank() == rank:
                 print(rank)
             dist.barrier()
 
@@ -166,7 +166,7 @@ def test_files(tmp_path: Path, capsys: Capture) -> None:
         print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"])
         os.write(2, b"\r10%\r20%")
         dist.barrier()
-        if comm.get_rank() == 1:
+        if dist.get_rank() == 1:
             raise ValueError("no such luck")
         dist.barrier()
 
@@ -263,7 +263,7 @@ def test_a_stream_that_raises_does_not_end_the_launch(monkeypatch: pytest.Monkey
 def test_the_report_of_a_call(tmp_path: Path) -> None:
     def train(fail: bool) -> bytes:
         dist.barrier()
-        if fail and comm.get_rank() == 1:
+        if fail and dist.get_rank() == 1:
             raise ValueError("no such <luck>")
         dist.barrier()
         return bytes(5000)
@@ -306,12 +306,12 @@ def test_the_report_of_a_call(tmp_path: Path) -> None:
 @pytest.mark.parametrize("output", ["all", "rank0", "none"])
 def test_output_of_a_rank_is_in_the_report(output: str) -> None:
     def train(fail: bool) -> None:
-        print("rank", comm.get_rank())
-        print("error of", comm.get_rank(), file=sys.stderr)
+        print("rank", dist.get_rank())
+        print("error of", dist.get_rank(), file=sys.stderr)
         print("\r 50%\r100%\nno end", end="")
         sys.stdout.flush()
         dist.barrier()
-        if fail and comm.get_rank() == 1:
+        if fail and dist.get_rank() == 1:
             raise ValueError("no such luck")
 
     ours = launcher(train, 2, output=output)
@@ -399,11 +399,12 @@ def test_progress_elsewhere(run_script: Callable[..., subprocess.CompletedProces
 
 SHOW = """
 import sys
-from mlaunch import comm, launcher, progress
+import torch.distributed as dist
+from mlaunch import launcher, progress
 @launcher(n_gpus=2)
 def train(fifo):
     for step in progress(range(4), "epoch"):
-        if step == 2 and comm.get_rank() == 1:
+        if step == 2 and dist.get_rank() == 1:
             print("\\r 10%\\r 50% loaded", end="", file=sys.stderr, flush=True)
             open(fifo).read()
     print("finished")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import mlaunch
 from mlaunch import comm, launcher
-from mlaunch.collectives import exchange, seal, world
+from mlaunch.comm.rank import exchange, seal, world
 from tests.contract.functions import error_of
 from tests.contract.test_comm import on
 

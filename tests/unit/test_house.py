@@ -25,7 +25,7 @@ MODULES = sorted(
     for path in (ROOT / "mlaunch").rglob("*.py")
 )
 NEEDS_TORCH = {"mlaunch.comm", "mlaunch.compat.rank.groups", "mlaunch.compat.rank.client"} | {
-    f"mlaunch.collectives.{name}" for name in ("exchange", "local_group", "reduction", "seal", "world")
+    f"mlaunch.comm.rank{name}" for name in ("", ".exchange", ".local_group", ".reduction", ".seal", ".world")
 }
 NEEDS_TORCH |= {f"mlaunch.rendezvous.{name}" for name in ("barrier", "store_client", "waiting")}
 
@@ -67,7 +67,6 @@ ROOMS = (
     "forkserver",
     "agent",
     "rank",
-    "collectives",
     "rendezvous",
     "protocol",
     "torch_parts",
@@ -145,6 +144,7 @@ def test_files_of_features_name_their_process() -> None:
 MACHINES = {"engines", "rendezvous", "agent.joining_machines"}
 USED_BY = {
     "agreed_stop": MACHINES,
+    "comm": {"compat", "pytest"},
     "compat": {"launch"},
     "engines": {"run"},
     "insight": {"caller.debugging", "debug"},

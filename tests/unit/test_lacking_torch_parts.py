@@ -16,7 +16,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 import torch, torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
-from mlaunch.collectives import seal
+from mlaunch.comm.rank import seal
 from mlaunch.rank import in_step
 from mlaunch.rendezvous import tcp_store
 from mlaunch.torch_parts import default_device, lacking, limits, operations, process_groups

@@ -16,7 +16,7 @@ from tests.contract.test_groups import keeps_order
 def test_the_twin_of_a_group_keeps_its_order() -> None:
     @mlaunch.launcher(n_gpus=2)
     def train() -> Any:
-        from mlaunch.collectives import exchange, world
+        from mlaunch.comm.rank import exchange, world
 
         group = world.subgroup([1, 0], "cuda:gloo")  # for accelerators alone
         return dist.get_process_group_ranks(exchange.cpu_group(group)), comm.all_gather(mlaunch.get_rank(), group)
@@ -25,7 +25,7 @@ def test_the_twin_of_a_group_keeps_its_order() -> None:
 
 
 def test_an_order_that_an_older_torch_would_lose_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlaunch.collectives import world
+    from mlaunch.comm.rank import world
 
     def new_group(ranks: list[int], backend: str | None = None, use_local_synchronization: bool = False) -> None:
         """As torch's was."""

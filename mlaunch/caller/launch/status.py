@@ -1,4 +1,4 @@
-"""What the user of a launch is told while it runs."""
+"""Words for the user of a launch while it runs."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from typing import ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from mlaunch.collectives import local_group, world
+from mlaunch.comm.rank import local_group, world
 from mlaunch.compat.rank.client import Client
 from mlaunch.protocol import this_rank
 from mlaunch.torch_parts.process_groups import default_store

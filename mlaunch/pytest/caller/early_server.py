@@ -14,8 +14,8 @@ PRELOADED = (
     "pytest",
     "mlaunch.pytest.rank.run_test",
     "mlaunch.pytest.caller.rank_fixtures",  # modules of tests import it
-    "mlaunch.collectives.exchange",
-    "mlaunch.collectives.local_group",
+    "mlaunch.comm.rank.exchange",
+    "mlaunch.comm.rank.local_group",
 )
 # Each rank makes a configuration of pytest's; the imports for that took more than half of a new rank's time.
 _PYTESTS = tuple(f"_pytest.{name}" for name in default_plugins)  # which each rank's configuration has

@@ -86,7 +86,7 @@ def _put_streams(found: tuple[Any, ...]) -> None:
 def _of_torch() -> Sequence[State]:
     import torch
 
-    from mlaunch.collectives import exchange, local_group
+    from mlaunch.comm.rank import exchange, local_group
     from mlaunch.torch_parts import default_device
 
     cudnn = torch.backends.cudnn
@@ -106,7 +106,7 @@ def _of_torch() -> Sequence[State]:
 
 
 def _put_twins(found: dict[Any, Any]) -> None:
-    from mlaunch.collectives import exchange
+    from mlaunch.comm.rank import exchange
 
     exchange._gloo_twins.clear()
     exchange._gloo_twins.update(found)

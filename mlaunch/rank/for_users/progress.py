@@ -77,13 +77,14 @@ def step() -> None:
 
 
 def _alone(iterable: Iterable[T], desc: str, total: int | None) -> Iterable[T]:
-    from mlaunch.collectives import world
+    import torch.distributed as dist
 
     try:
         from tqdm.auto import tqdm
     except ImportError as error:
         raise ImportError("progress outside of a launch needs tqdm: pip install mlaunch[notebook]") from error
-    bar: Iterable[T] = tqdm(iterable, desc or None, total, disable=world.get_rank() > 0)
+    grouped = dist.is_available() and dist.is_initialized()
+    bar: Iterable[T] = tqdm(iterable, desc or None, total, disable=grouped and dist.get_rank() > 0)
     return bar
 
 

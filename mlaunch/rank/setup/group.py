@@ -6,6 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from mlaunch.base.frozen_record import frozen_record
+from mlaunch.core import load
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.rank.setup import device
 from mlaunch.rendezvous import name_lookup
@@ -101,9 +102,8 @@ def _meet(spec: LaunchSpec, rendezvous: tuple[str, int], member: Membership, nam
     client.arrive(member.rank)
     try:
         join_world(client.store, member)
-        if spec.num_nodes > 1:
-            from mlaunch.collectives import local_group
-
+        local_group = load.at_hand("comm", "rank.local_group") if spec.num_nodes > 1 else None
+        if local_group is not None:
             local_group.form(list(range(spec.rank_start, spec.rank_start + spec.local_world_size)))
         # gloo lets a rank go while others still greet it; one that then returned at once would break their groups.
         client.meet("mlaunch/joined", spec.world_size)

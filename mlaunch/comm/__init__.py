@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from mlaunch.collectives import exchange, local_group, reduction, world
+from mlaunch.comm.rank import exchange, local_group, reduction, world
 
 T = TypeVar("T")
 K = TypeVar("K")

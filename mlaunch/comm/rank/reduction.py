@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mlaunch.collectives import exchange, world
+from mlaunch.comm.rank import exchange, world
 
 _DIGEST = 7  # bytes, so that it fits into an int64 with either sign
 _HALF = 32  # bits

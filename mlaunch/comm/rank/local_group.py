@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from mlaunch.collectives import exchange, world
+from mlaunch.comm.rank import exchange, world
 
 
 @dataclass(frozen=True)

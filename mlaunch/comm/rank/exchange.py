@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mlaunch.collectives import seal, world
+from mlaunch.comm.rank import seal, world
 from mlaunch.protocol import explain
 from mlaunch.protocol.pickling import pickle_by_name
 
