@@ -599,6 +599,12 @@ def tokens() -> ModuleType:
     return import_module("mlaunch.protocol.token")
 
 
+def give_back_after(cluster: Any, seconds: float) -> None:
+    """Have machines that are held be given back after so long without a call, from now on."""
+    cluster._idle_timeout = seconds
+    cluster._start_timer()
+
+
 def secret_of_launches(patch: pytest.MonkeyPatch) -> str:
     """The secret of all launches from now on."""
     secret: str = tokens().draw()

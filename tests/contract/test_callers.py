@@ -159,7 +159,8 @@ def train(stays):
             signal.pause()  # it returns after each signal, such as that which asks for stacks
 
 def states():
-    return [(rank["state"], rank["pid"]) for launch in ask(STATUS) for rank in launch["ranks"]]
+    own = [launch for launch in ask(STATUS) if launch["caller"] == caller]
+    return [(rank["state"], rank["pid"]) for launch in own for rank in launch["ranks"]]
 
 call = launcher(train, 1, grace_period=1000)
 call(False)

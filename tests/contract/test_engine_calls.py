@@ -395,8 +395,12 @@ def test_a_gate_that_is_stopped_is_named_and_not_what_ranks_raise_for_it(engine:
 
 @pytest.mark.slow
 def test_a_deadline(engine: Threads) -> None:
-    with pytest.raises(LaunchTimeout, match="ranks 0-2 had not returned"):
-        launcher(lambda: threading.Event().wait(), 2, engine=engine, deadline=0.3, grace_period=0.1)()
+    for deadline in (0.3, 3.0, 30.0):
+        with pytest.raises(LaunchTimeout) as caught:
+            launcher(lambda: threading.Event().wait(), 2, engine=engine, deadline=deadline, grace_period=0.1)()
+        if "while the machines were joining" not in str(caught.value):  # as it may pass on a busy machine
+            break
+    assert "ranks 0-2 had not returned" in str(caught.value)
 
 
 @pytest.mark.slow

@@ -230,6 +230,7 @@ def test_a_deadline_is_each_calls_own(engine: Threads) -> None:
 @pytest.mark.slow
 def test_a_rank_that_dies_ends_all_and_the_next_call_starts_others(ranks: Ranks) -> None:
     def work() -> None:
+        dist.barrier()  # all of them have begun
         if dist.get_rank() == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         while True:
@@ -378,7 +379,8 @@ def test_held_machines_are_theirs_until_they_end(engine: Threads) -> None:
 
 @pytest.mark.slow
 def test_machines_are_held_while_ranks_stay_there(engine: Threads) -> None:
-    with engine.hold(n_gpus=2, idle_timeout=0.01) as cluster, Ranks(engine=cluster) as ranks:
+    with engine.hold(n_gpus=2) as cluster, Ranks(engine=cluster) as ranks:
+        launches.give_back_after(cluster, 0.01)  # not before: a busy machine takes longer to ask for ranks
         pids = ranks.run(pid)
         assert cluster.hosts == ["m0", "m1"]
         assert ranks.run(pid) == pids

@@ -362,6 +362,7 @@ def test_ranks_that_work_are_not_interrupted_to_say_where_they_are(
     """A signal that comes as C code enters the interpreter would end a rank of Python 3.11 or 3.12 by SIGSEGV."""
     # A rank on a busy machine may need longer than users wait for; its agent is a fork of this process.
     launches.be_patient(monkeypatch, "places", 60.0)
+    launches.hide_other_launches(monkeypatch)
     call, signals = launcher(count_signals, 1, start_method="fork"), list[int]()
     thread = threading.Thread(target=lambda: signals.extend(call(tmp_path)))
     thread.start()
