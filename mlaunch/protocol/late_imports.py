@@ -15,6 +15,8 @@ import mmap
 import os
 import sys
 
+from mlaunch.features import FEATURES
+
 # What torch imports where it is first used. The first optimizer and the first DistributedDataParallel of a process
 # import torch._dynamo, a second of each rank's time.
 _TORCHS = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint")
@@ -24,7 +26,9 @@ _OURS = (
     "mlaunch.comm", "mlaunch.compat.rank.groups", "mlaunch.caller.ranks.ranks", "mlaunch.sweeps.caller.run_future",
     "mlaunch.sweeps.caller.sweep", "mlaunch.caller.warm_up"
 )  # fmt: skip
-NAMES = (*_TORCHS, *_OURS)
+# What features have in ranks, and what makes their parts there.
+_PARTS = ("mlaunch.core.load", *(f"mlaunch.{one.name}.rank" for one in FEATURES if "rank" in one.processes))
+NAMES = (*_TORCHS, *_OURS, *_PARTS)
 _INDEX = {name: index for index, name in enumerate(NAMES)}
 _SIZE = 4096  # bytes of names
 # What does something as it is imported, for people at a prompt.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import sys
 import weakref
@@ -143,6 +144,8 @@ def test_who_listens_hears_of_an_import_though_descriptors_were_closed() -> None
 
 def test_ours_are_where_public_names_live() -> None:
     assert {*late_imports._OURS} <= {"mlaunch.comm", *mlaunch._HOMES.values()}
+    assert "mlaunch.display.rank" in late_imports._PARTS  # a notebook's ranks have a part in each call
+    assert all(map(importlib.util.find_spec, late_imports._PARTS))
 
 
 def test_late_imports_can_be_turned_off(noted: str, monkeypatch: pytest.MonkeyPatch) -> None:
