@@ -24,6 +24,7 @@ class Feature:
         processes: Those besides the caller that make a part of its section: "rank", "member".
         visited: Commands may ask its part in an agent for something.
         stands_in: Modules that its ``rank.py`` replaces as ranks import them (``rank/setup/stand_ins.py``).
+        words: What who looks at a launch may ask its part in the agent.
         watches: It may look at calls that take longer than a moment: ``watch(call)``.
         explains: It says who waited for whom at a deadline: ``of_deadline(stacks, returned)``.
     """
@@ -39,6 +40,7 @@ class Feature:
     processes: tuple[str, ...] = ()
     visited: bool = False
     stands_in: tuple[str, ...] = ()
+    words: tuple[bytes, ...] = ()
     watches: bool = False
     explains: bool = False
 
@@ -85,7 +87,14 @@ FEATURES = (
         one_call="it tells of ranks that begin and end with a call; Ranks.last has the report of each call",
         instead="train.last",
     ),
-    Feature("insight", ("stall",), _wants_stall, watches=True, explains=True),
+    Feature(
+        "insight",
+        ("stall",),
+        _wants_stall,
+        words=(b"why", b"stacks", b"all stacks", b"pulse", b"watch"),
+        watches=True,
+        explains=True,
+    ),
     Feature("leases", ("lease", "concurrent"), _wants_lease, waits=True),
     Feature("numa", ("numa", "numa_memory"), _given("numa"), processes=("rank", "member")),
     Feature(

@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import mlaunch
 from mlaunch import Ranks, launcher
-from mlaunch.insight.caller import stall_signs
+from tests import launches
 
 _SLOW = 3.5  # of what stall= says: two looks a second apart come within it
 
@@ -179,6 +179,7 @@ class Judged:
 
 def healthy(runs: int, stall: float = 1.0) -> Judged:
     """Makes the runs, one after the other."""
+    stall_signs = launches.signs_of_stalls()
     found, judge, accuse = Judged(), stall_signs.work, stall_signs.stalled
 
     def works(*looks: Any) -> bool:

@@ -51,7 +51,7 @@ _PATIENCE = {
     "count of devices": "caller.server.fork_server.COUNT_TIMEOUT",
     "queue": "caller.running_launches._QUEUE_TIMEOUT",  # for a launch to take a visitor
     "answer": "caller.running_launches._ANSWER_TIMEOUT",  # and to answer it
-    "places": "agent.inspection._PLACES_TIMEOUT",  # for ranks to say where they are
+    "places": "insight.agent.inspector._PLACES_TIMEOUT",  # for ranks to say where they are
     "stacks": "agent.supervision.stopping.STACKS_TIMEOUT",  # for ranks that are stopped to say where they were
     "leaving": "agent.supervision.stopping._LEAVING_TIMEOUT",  # for released ranks to end
     "first look": "display.caller.drawn_lines._FIRST_LOOK_DELAY",  # before a line of progress
@@ -202,6 +202,11 @@ def watched_rows() -> list[str]:
 def title_of(status: dict[str, Any]) -> str:
     """The first line of a launch in ``mlaunch ps``."""
     return running_launches.title_of(status)
+
+
+def signs_of_stalls() -> ModuleType:
+    """What judges by two looks whether ranks work."""
+    return import_module("mlaunch.insight.caller.stall_signs")
 
 
 def own_statuses() -> list[dict[str, Any]]:

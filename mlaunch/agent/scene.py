@@ -8,14 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mlaunch.agent.entered import EnteredRequests
 from mlaunch.agent.peers import Peers
 from mlaunch.agent.questions import Questions
 from mlaunch.agent.rank_process import RankProcess
+from mlaunch.agent.supervision.stack_requests import StackRequests
 from mlaunch.base.exceptions import RankFailure
+from mlaunch.features import FEATURES
+from mlaunch.protocol.board import Board
 from mlaunch.protocol.messages.part_messages import ForPart, PartAsks, PartSays
 
 if TYPE_CHECKING:
-    from mlaunch.core.parts import AgentPart
+    from mlaunch.core.parts import AgentPart, TellLooker
     from mlaunch.protocol.messages.channels import AgentsEnd
 
 
@@ -37,6 +41,29 @@ class Scene:
     @property
     def call(self) -> int:
         return self._parts.call()
+
+    @property
+    def ranks(self) -> Sequence[RankProcess]:
+        """All ranks of this agent, also those that have ended."""
+        return self._parts.ranks
+
+    @property
+    def board(self) -> Board:
+        """Where its ranks write how far they are."""
+        return self._parts.board
+
+    @property
+    def stacks(self) -> StackRequests:
+        """What asks ranks for their stacks by a signal; true while some have not answered."""
+        return self._parts.stacks
+
+    def status(self) -> dict[str, Any]:
+        """Return what ``mlaunch ps`` shows of the launch."""
+        return self._parts.status()
+
+    def entered(self) -> EnteredRequests:
+        """Return what asks all ranks what they have entered, and where they are."""
+        return EnteredRequests(self._parts.questions)
 
     def working(self) -> Sequence[int]:
         """Return the global ranks that have not answered the call, and can be asked."""
@@ -66,6 +93,10 @@ class Scene:
 
 class AgentParts:
     """Those of one launch. ``call``: the number of the present call; ``fail``: ends it, or (True) the launch."""
+
+    board: Board
+    stacks: StackRequests
+    status: Callable[[], dict[str, Any]]
 
     def __init__(
         self,
@@ -99,19 +130,31 @@ class AgentParts:
         """Pass on that a command of this process has asked for what the feature does."""
         self._part(feature).visited(pid)
 
+    def asked(self, word: bytes, tell: TellLooker) -> None:
+        """Pass on what somebody asks who looks; who asks is told if the feature is not there."""
+        from mlaunch.core.load import at_hand  # which most launches do not need
+
+        [feature] = [feature.name for feature in FEATURES if word in feature.words]
+        if at_hand(feature, "agent") is None:
+            tell({"refused": f"the launch's installation of mlaunch lacks mlaunch/{feature}, which tells that"})
+        else:
+            self._part(feature).asked(word, tell)
+
     def facts(self) -> dict[str, dict[str, object]]:
         """Return what there is to know of features, by their names."""
         found = {feature: dict(part.facts()) for feature, part in self._parts.items()}
         return {feature: facts for feature, facts in found.items() if facts}
 
-    def due(self) -> Iterator[float]:
-        """Yield when ``take_steps`` is to be called though nothing has come."""
+    def due(self, *, ends: bool) -> Iterator[float]:
+        """Yield when ``take_steps`` is to be called though nothing has come. ``ends``: the launch is being ended."""
         for part in self._parts.values():
-            yield from part.due()
+            if part.until_the_end or not ends:
+                yield from part.due()
 
-    def take_steps(self) -> None:
+    def take_steps(self, *, ends: bool) -> None:
         for part in self._parts.values():
-            part.take_steps()
+            if part.until_the_end or not ends:
+                part.take_steps()
 
     def over(self) -> None:
         for part in self._parts.values():

@@ -39,6 +39,8 @@ def pid(text: str) -> int:
 def asked(word: bytes, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return what the chosen launches answer; LookupError if none has the ID that was given."""
     launches = [launch for start in _starts(args) for launch in ask(word, start)]
+    if refused := [launch["refused"] for launch in launches if "refused" in launch]:
+        raise LookupError(refused[0])
     if args.id and not launches:
         others = dict.fromkeys(launch["id"][:ID_SHOWN] for launch in ask(STATUS))  # parts of one have its ID
         running = f"running: {', '.join(others)}" if others else nothing()

@@ -28,7 +28,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.frozen_record import frozen_record
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 Spell = Callable[[str, object], str]  # an option and its value as the user gave them: "profile='a'", "--profile a"
 Tell = Callable[[str], None]  # shows the user a sentence
+TellLooker = Callable[[Mapping[str, Any]], None]  # gives who looks at a launch its status
 
 
 @frozen_record
@@ -127,6 +128,8 @@ class RankPart:
 class AgentPart:
     """A feature's part of a launch, in its agent: made as ``part(scene)`` when the first word for it comes."""
 
+    until_the_end: bool = False  # its steps are taken while the launch is being ended, too
+
     @property
     def looks_for_answers(self) -> bool:
         """True if it has to hear soon of answers that ranks which stay send to their caller past the agent."""
@@ -141,6 +144,9 @@ class AgentPart:
     def visited(self, pid: int) -> None:
         """Do what a command of that process has asked for; it waits for the call's end. ``mlaunch stop`` does."""
 
+    def asked(self, word: bytes, tell: TellLooker) -> None:
+        """Answer who looks at the launch, and has said one of ``Feature.words``; it waits. ``mlaunch why`` does."""
+
     def facts(self) -> Mapping[str, object]:
         """Return what ``mlaunch ps`` shows of this feature, by name; numbers and texts."""
         return {}
@@ -150,7 +156,7 @@ class AgentPart:
         return ()
 
     def take_steps(self) -> None:
-        """Take the steps that are due. Called whenever anything has come, unless the launch is being ended."""
+        """Take the steps that are due. Called whenever anything has come; see ``until_the_end``."""
 
     def over(self) -> None:
         """Forget what was about a call: it is over, or the next one begins."""

@@ -14,8 +14,7 @@ from mlaunch.caller.report import as_data
 from mlaunch.caller.running_launches import title_of, whole
 from mlaunch.cli.checks import UsageError
 from mlaunch.cli.chosen_launches import add_choice, asked, nothing, print_json
-from mlaunch.insight.wire import StallTerms
-from mlaunch.protocol.visitors import ALL_STACKS, STACKS, WHY
+from mlaunch.insight.wire import ALL_STACKS, STACKS, WHY, StallTerms
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]

@@ -1,4 +1,4 @@
-"""What a launch's options say of ranks that make no progress."""
+"""What a launch's options say of ranks that make no progress, and the words of who asks what they do."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from typing import cast
 from mlaunch.base.frozen_record import frozen_record
 
 NAME = "insight"  # of this feature
+
+# What who comes to a launch may say (``protocol/visitors.py``); features.py lists them.
+WHY, STACKS, ALL_STACKS = b"why", b"stacks", b"all stacks"
+PULSE = b"pulse"  # how far the ranks are
+WATCH = b"watch"  # the same, with where they are and what they use
 
 
 @frozen_record

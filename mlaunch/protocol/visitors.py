@@ -17,15 +17,13 @@ from mlaunch.protocol.messages.status_messages import StatusTold
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import AgentsEnd
 
-STATUS, STACKS, ALL_STACKS, WHY = b"status", b"stacks", b"all stacks", b"why"
-PULSE = b"pulse"  # how far the ranks are
-WATCH = b"watch"  # the same, with where they are and what they use
+STATUS = b"status"
 END = b"end"  # at once
 ASK = b"ask "  # with a feature's name: its part in the agent is to do what it does; who asks waits for the call's end
 DEBUG = b"debug"  # keeps the connection: ranks may be debugged as long as it is there
 ATTACH = b"attach "  # with a rank's number, who talks on this connection from then on
 _ACTS = {END, DEBUG}  # what changes the launch, or runs code in it
-_WORDS = {STATUS, STACKS, ALL_STACKS, WHY, PULSE, WATCH, END, DEBUG}
+_WORDS = {STATUS, END, DEBUG} | {word for one in FEATURES for word in one.words}
 _WORD_LIMIT = 64
 _MOST_VISITORS = 32  # who have said nothing yet
 

@@ -39,10 +39,11 @@ from mlaunch.engines.member.machine_launch import MachineLaunch
 from mlaunch.engines.member.machine_plan import MachinePlan
 from mlaunch.engines.wire.frame_stream import FrameStream
 from mlaunch.engines.wire.member_messages import MARK, MachineDone, Start
+from mlaunch.insight.wire import STACKS
 from mlaunch.protocol import registry, settings
 from mlaunch.protocol.messages.launch_messages import AgentStarted, Finished
 from mlaunch.protocol.spec import LaunchSpec
-from mlaunch.protocol.visitors import STACKS, STATUS
+from mlaunch.protocol.visitors import STATUS
 from mlaunch.run.command import run_on_engine
 from tests import builds, launches
 from tests.processes import children, said_in_fork, wait_until

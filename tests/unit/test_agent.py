@@ -256,18 +256,18 @@ def test_an_answer_to_another_call_is_none(world: World) -> None:
 
 def test_a_visitor_is_not_taken_for_who_had_its_number_before() -> None:
     """The pipe of a rank that was reaped in the same step, for one: it was ready, and the visitor says nothing yet."""
-    now, board, requests = [0.0], Board.create(1), StackRequests(lambda _pid, _phase: False)
+    now, board = [0.0], Board.create(1)
     spec: Any = SimpleNamespace(context=SimpleNamespace(environ=os.environ), launch_id="visited", rank_start=0)
     inspection, (launcher, _) = Inspection(spec, [], board, lambda: now[0]), Channel.pair()
     now[0] = 1.0
-    inspection.serve([], requests, Questions({}), launcher)
+    inspection.serve([], Questions({}), launcher)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as visitor:
         visitor.connect(str(registry.home(os.environ) / "visited.sock"))
         os.close(number := os.dup(0))
-        inspection.serve([*inspection.fds(), number], requests, Questions({}), launcher)
+        inspection.serve([*inspection.fds(), number], Questions({}), launcher)
         assert number in inspection.fds()
         visitor.send(b"nonsense")
-        inspection.serve([number], requests, Questions({}), launcher)
+        inspection.serve([number], Questions({}), launcher)
         assert number not in inspection.fds()
     inspection.close()
     board.close()

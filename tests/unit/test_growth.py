@@ -17,14 +17,16 @@ from typing import Any
 import pytest
 
 from mlaunch.agent.inspection import Inspection
+from mlaunch.agent.peers import Peers
 from mlaunch.agent.questions import Questions
+from mlaunch.agent.scene import AgentParts
 from mlaunch.agent.supervision.stack_requests import StackRequests
 from mlaunch.forkserver import imports
+from mlaunch.insight.wire import WATCH
 from mlaunch.protocol import registry, sources
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.kept_messages import EndCall
-from mlaunch.protocol.visitors import WATCH
 from mlaunch.rendezvous import control_protocol
 from mlaunch.rendezvous.address import LOOPBACK, listen
 from mlaunch.rendezvous.gate.gate import Gate
@@ -84,22 +86,29 @@ def test_an_agent_that_is_looked_at() -> None:
         stacks="",
     )
     inspection, (launcher, _) = Inspection(spec, [rank], board, lambda: now[0]), Channel.pair()
+    parts = AgentParts(
+        {}, [rank], questions, launcher, Peers(), clock=lambda: now[0], call=int, fail=lambda *_: None
+    )  # fmt: skip
+    parts.board, parts.stacks, parts.status = board, requests, inspection.status
+    inspection.ask = parts.asked
 
     def look() -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as visitor:
             visitor.connect(str(registry.home(os.environ) / "looked.sock"))
             visitor.send(WATCH)  # whose answer has all that others have
             while not (told := _told(visitor)):
-                inspection.serve(inspection.fds(), requests, questions, launcher)
+                inspection.serve(inspection.fds(), questions, launcher)
+                parts.take_steps(ends=False)
                 now[0] += 1.0
             os.close(told[0])
 
     now[0] = 1.0
-    inspection.serve([], requests, questions, launcher)
+    inspection.serve([], questions, launcher)
     try:
         assert grown(look) < ALLOWED
     finally:
         inspection.close()
+        launcher.close()
         board.close()
 
 

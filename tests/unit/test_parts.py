@@ -14,6 +14,7 @@ import pytest
 
 import mlaunch
 from mlaunch import launcher
+from mlaunch.agent.scene import AgentParts
 from mlaunch.core import load
 from mlaunch.core.load import CallerParts, as_flag, as_keyword
 from mlaunch.features import Feature
@@ -124,6 +125,15 @@ def test_a_feature_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
     words = "seed=3: this installation of mlaunch lacks mlaunch/absent, which does it; install mlaunch again, or do"
     with pytest.raises(ModuleNotFoundError, match=words):
         CallerParts(asked(seed=3))
+
+
+def test_who_looks_hears_that_a_feature_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its command may be of another installation than the launch."""
+    monkeypatch.setattr("mlaunch.agent.scene.FEATURES", (Feature("absent", (), lambda _: False, words=(b"how",)),))
+    told: list[object] = []
+    launch: Any = SimpleNamespace(_parts={})
+    AgentParts.asked(launch, b"how", told.append)
+    assert told == [{"refused": "the launch's installation of mlaunch lacks mlaunch/absent, which tells that"}]
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 
-from mlaunch.agent.activity import activity, children_of, file_of
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.caller.launch import watched_call
 from mlaunch.caller.launch.watched_call import Noticed, Watchers
+from mlaunch.insight.agent.activity import activity, children_of, file_of
 from mlaunch.insight.caller import stall_signs
 from mlaunch.insight.caller.stall_watch import StallWatch
-from mlaunch.insight.wire import StallTerms
+from mlaunch.insight.wire import PULSE, WHY, StallTerms
 from mlaunch.protocol.messages.status_messages import TellStatus
-from mlaunch.protocol.visitors import PULSE, WHY
 from tests.processes import wait_until
 
 IDLE = {"main": 1.0, "threads": 1.0, "children": 1.0, "bytes": 9, "switches": 5}

@@ -8,11 +8,10 @@ import re
 import time
 from collections.abc import Callable, Collection
 
-from mlaunch.agent.activity import children_of, file_of
 from mlaunch.agent.rank_process import RankProcess
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol.messages.launch_messages import Phase
-from mlaunch.protocol.stack_dump import ALL_STACKS_SIGNAL, STACK_SIGNAL, STACKS_TIMEOUT, STATES, in_letters, is_whole
+from mlaunch.protocol.stack_dump import ALL_STACKS_SIGNAL, STACK_SIGNAL, STACKS_TIMEOUT, in_letters, is_whole
 
 _READ = 65536  # bytes: a pipe holds no more
 _LONG_ENOUGH = 0.05  # seconds of running in which a rank that has got the signal has answered
@@ -107,12 +106,6 @@ def _status(pid: int) -> dict[str, str]:
     ):
         return dict(_FIELD.findall(file.read()))
     return {}
-
-
-def held_children(pid: int) -> list[str]:
-    """Says which children of a rank do not run since something holds them, such as a data loader's worker."""
-    states = [(child, state_of(child)) for child in children_of(pid)]
-    return [f"(pid {child}): {STATES[state]}{file_of(child)}" for child, state in states if state in STATES]
 
 
 def _listens(status: dict[str, str], number: int) -> bool:

@@ -65,7 +65,9 @@ class Supervisor:
             clock=self._clock, call=lambda: self._call.number, fail=self._end_for_part,
         )  # fmt: skip
         if self._inspection is not None:
-            self._inspection.facts = self._parts.facts
+            self._inspection.facts, self._inspection.ask = self._parts.facts, self._parts.asked
+            self._parts.status = self._inspection.status
+        self._parts.board, self._parts.stacks = scene.results.board, self._stopping.asked
         self._adopted = Adopted(scene.system, self._own_children)
 
     def begin_call(
@@ -130,7 +132,11 @@ class Supervisor:
         visit = self._inspection.due if self._inspection is not None else None
         steps = (None if self._stopping.begun else self._call.due, self._shared.farewell_at, visit, self._peers.due(),
                  self._adopted.due)  # fmt: skip
-        due = [*self._stopping.due(), *self._parts.due(), *(step for step in steps if step is not None)]
+        due = [
+            *self._stopping.due(),
+            *self._parts.due(ends=self._stopping.begun),
+            *(step for step in steps if step is not None),
+        ]
         return max(0.0, min(due) - self._clock()) if due else None
 
     # What happens
@@ -144,7 +150,7 @@ class Supervisor:
         """Answers those who have come to look, or to end the launch."""
         if self._inspection is None:
             return
-        self._inspection.serve(ready, self._stopping.asked, self._questions, self._launcher)
+        self._inspection.serve(ready, self._questions, self._launcher)
         self._call.obey(self._inspection.hold, self._clock())
         if self._inspection.stopped_by is not None and not self._stopping.begun:
             self._end_by(failures.from_stop(self._inspection.stopped_by, self._inspection.stopped_with), whole=True)
@@ -167,8 +173,7 @@ class Supervisor:
 
     def _take_steps(self) -> None:
         self._stopping.take_steps()
-        if not self._stopping.begun:
-            self._parts.take_steps()
+        self._parts.take_steps(ends=self._stopping.begun)
 
     def _drain(self) -> None:
         answers = self._results.queue.drain()
@@ -252,8 +257,7 @@ class Supervisor:
             self._stopping.cancel(record.number, force=record.force)
 
     def _is_asked(self, record: AgentHears | None) -> bool:
-        asked = self._stopping.asked, self._questions
-        return self._inspection is not None and self._inspection.obey(record, self._launcher, *asked)
+        return self._inspection is not None and self._inspection.obey(record, self._launcher)
 
     def _obey(self, record: AgentHears | None, _fds: list[int]) -> bool:
         """Does what a launcher asks of the call, or of ranks that stay; False if it asks for something else."""

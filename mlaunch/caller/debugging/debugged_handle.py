@@ -12,12 +12,12 @@ from mlaunch.caller.debugging.stopped_ranks import StoppedRanks
 from mlaunch.caller.launch.handle import LaunchHandle
 from mlaunch.caller.output.relay import Events
 from mlaunch.caller.report import notebook
+from mlaunch.insight.wire import WHY
 from mlaunch.protocol import failures, visitors
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.debug_messages import HoldDeadline
 from mlaunch.protocol.messages.launch_messages import RankStarted
 from mlaunch.protocol.messages.status_messages import StatusTold, TellStatus
-from mlaunch.protocol.visitors import WHY
 
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import AgentSays

@@ -15,9 +15,10 @@ from mlaunch.caller import running_launches
 from mlaunch.caller.debugging import asking
 from mlaunch.caller.debugging.stopped_ranks import StoppedRanks
 from mlaunch.insight.caller.why_text import view_of
+from mlaunch.insight.wire import WHY
 from mlaunch.protocol import visitors
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.visitors import ATTACH, DEBUG, END, WHY
+from mlaunch.protocol.visitors import ATTACH, DEBUG, END
 
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import DebuggerHears, DebuggerSays

@@ -5,12 +5,13 @@ Nothing is imported before it is asked for: each call that takes longer than a m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import os
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from mlaunch.caller.options.trouble_options import parse_stall
 from mlaunch.core.parts import CallerPart
-from mlaunch.insight.wire import StallTerms, terms_of
+from mlaunch.insight.wire import STACKS, WHY, StallTerms, terms_of
 
 if TYPE_CHECKING:
     from mlaunch.caller.call_log import CallLog
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from mlaunch.insight.caller.stacks_of_ranks import StacksOfRanks
     from mlaunch.insight.caller.stall_watch import StallWatch
     from mlaunch.protocol.messages.launch_messages import RankStacks
+
+
+_STACKS_TIMEOUT = 5.0  # seconds for a launch to tell
 
 
 def part(options: Options, _spell: Spell) -> CallerPart:
@@ -52,7 +56,6 @@ def why_launch(launch_id: str) -> str:
     """Says which rank of it the others wait for; "" if it does not run."""
     from mlaunch.caller.running_launches import ask, whole
     from mlaunch.insight.caller.why_text import sentence
-    from mlaunch.protocol.visitors import WHY
 
     return "\n".join(sentence(launch["ranks"]) for launch in whole(ask(WHY, launch_id)))
 
@@ -71,8 +74,14 @@ def watch_calls(name: str, log: CallLog) -> None:
     watching.watch_calls(name, log)
 
 
-def stacks_of(ranks: Iterable[Mapping[str, Any]]) -> StacksOfRanks:
-    """Return the Python stacks of ranks that have told them."""
+def stacks_of(name: str | None) -> StacksOfRanks:
+    """Return the Python stacks of the ranks of the launch of this name in the registry; none if it does not run."""
     from mlaunch.insight.caller.stacks_of_ranks import StacksOfRanks
+    from mlaunch.protocol import registry, visitors
 
-    return StacksOfRanks(ranks)
+    connection = None if name is None else registry.connect(os.environ, name)
+    if connection is None:
+        return StacksOfRanks()
+    with connection:
+        status = visitors.ask(connection, STACKS, _STACKS_TIMEOUT)
+    return StacksOfRanks((status or {}).get("ranks", ()))

@@ -17,8 +17,8 @@ from typing import Any
 from mlaunch.base.text import in_two_units
 from mlaunch.caller.launch.watched_call import Noticed, WatchedCall
 from mlaunch.core.parts import Watcher
+from mlaunch.insight.wire import PULSE, WHY
 from mlaunch.protocol import failures
-from mlaunch.protocol.visitors import PULSE, WHY
 
 # Often enough to know the end of a stretch to a quarter, and seldom enough to cost nothing.
 _LOOKS = 4  # in a stretch without progress

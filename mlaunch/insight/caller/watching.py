@@ -16,7 +16,7 @@ from mlaunch.caller.report import notebook
 from mlaunch.caller.running_launches import ask, launches_of
 from mlaunch.core import load
 from mlaunch.insight.caller.watch_rows import RankTable
-from mlaunch.protocol.visitors import WATCH
+from mlaunch.insight.wire import WATCH
 
 if TYPE_CHECKING:
     from mlaunch.display.caller.drawn_lines import Area, DrawnLines

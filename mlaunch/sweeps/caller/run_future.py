@@ -24,13 +24,10 @@ from mlaunch.caller.report.user_frames import raises_from_caller, without_ours
 from mlaunch.core import load
 from mlaunch.protocol import registry
 from mlaunch.protocol.spec import Context
-from mlaunch.protocol.visitors import STACKS, ask
 from mlaunch.sweeps.caller.report_log import Reported, ReportLog
 
 if TYPE_CHECKING:
     from mlaunch.insight.caller.stacks_of_ranks import StacksOfRanks
-
-_STACKS_TIMEOUT = 5.0  # seconds for a launch to tell
 
 
 class Run(Future[list[Any]]):
@@ -140,12 +137,8 @@ class Run(Future[list[Any]]):
         The ranks continue meanwhile. Printed, they are as ``mlaunch stacks`` shows them.
         """
         room, found = load.room("insight", "caller", "run.stacks()"), self._course.seen_as()
-        connection = None if found is None or self.done() else registry.connect(os.environ, registry.name_of(*found))
-        status = None
-        if connection is not None:
-            with connection:
-                status = ask(connection, STACKS, _STACKS_TIMEOUT)
-        stacks: StacksOfRanks = room.stacks_of((status or {}).get("ranks", ()))
+        name = None if found is None or self.done() else registry.name_of(*found)
+        stacks: StacksOfRanks = room.stacks_of(name)
         return stacks
 
     def why(self) -> str:

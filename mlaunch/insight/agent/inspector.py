@@ -1,0 +1,133 @@
+"""Answers to those who ask a running launch what its ranks do (``mlaunch why``, ``stacks``), and to its own caller.
+
+Where ranks are comes from their control threads, and only of those that do not tell in time from signals: Python 3.11
+and 3.12 read a stack that is not there yet when a signal comes as C code enters the interpreter, and the rank dies.
+
+    nobody asks --why, stacks--> places are asked --all have told-------------------> answered
+                                        |                                                ^
+                                 some have not in time --signals--> stacks are awaited --+
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from mlaunch.agent.rank_process import RankProcess
+from mlaunch.agent.supervision.stack_requests import state_of
+from mlaunch.core.parts import AgentPart
+from mlaunch.insight.agent.activity import activity, asleep, children_of, file_of, resident
+from mlaunch.insight.wire import ALL_STACKS, PULSE, STACKS, WATCH, WHY
+from mlaunch.protocol.messages.launch_messages import Operations
+from mlaunch.protocol.stack_dump import STACKS_TIMEOUT, STATES, main_frames, text_of
+
+if TYPE_CHECKING:
+    from mlaunch.agent.scene import Scene
+
+_Tell = Callable[[Mapping[str, Any]], None]
+_PLACES_TIMEOUT = 0.5  # seconds for ranks to tell where they are, before a signal asks those that have not
+
+
+class Inspector(AgentPart):
+    """Of one launch."""
+
+    until_the_end = True  # ranks that do not end are looked at, too
+
+    def __init__(self, scene: Scene) -> None:
+        self._scene, self._board, self._clock = scene, scene.board, scene.clock
+        self._curious: list[tuple[_Tell, bytes]] = []  # those who wait for what ranks tell, with their word
+        self._entered = scene.entered()
+        self._signal_at: float | None = None  # when those are asked by signals that have not told where they are
+        self._answer_at: float | None = None  # when they get what there is
+
+    def due(self) -> list[float]:
+        return [at for at in (self._answer_at, self._signal_at) if at is not None]
+
+    def asked(self, word: bytes, tell: _Tell) -> None:
+        if word == ALL_STACKS:
+            self._signal([rank for rank in self._scene.ranks if rank.alive], all_threads=True)
+        elif not self._curious or not self._entered.with_places:  # else they get what others have asked for
+            # By their control threads. A signal killed ranks that were importing, once in some thousand times
+            # (SIGSEGV); only those that have not answered by _signal_at get one.
+            self._entered.ask(place=word != PULSE)
+            self._answer_at = self._clock() + STACKS_TIMEOUT
+        if word in {WHY, STACKS} and self._signal_at is None:
+            self._signal_at = self._clock() + _PLACES_TIMEOUT
+            self._answer_at = self._signal_at + STACKS_TIMEOUT
+        self._curious.append((tell, word))
+
+    def take_steps(self) -> None:
+        if self._signal_at is not None and (self._clock() >= self._signal_at or not self._silent()):
+            self._signal_at = None
+            self._signal(self._silent())
+        waits = self._signal_at is not None or self._scene.stacks or self._entered.pending
+        if self._answer_at is not None and (not waits or self._clock() >= self._answer_at):
+            for tell, word in self._curious:
+                tell(self._status(word))
+            self._curious, self._answer_at = [], None
+
+    def _silent(self) -> list[RankProcess]:
+        """Return the ranks that have not told where they are."""
+        return [rank for rank in self._scene.ranks if rank.alive and rank.rank not in self._entered.places]
+
+    def _signal(self, ranks: Collection[RankProcess], *, all_threads: bool = False) -> None:
+        """Ask these by a signal."""
+        for rank in ranks:
+            self._scene.stacks.ask(rank, self._board[rank.local_rank], all_threads=all_threads)
+        if ranks:
+            self._answer_at = self._clock() + STACKS_TIMEOUT
+
+    def _status(self, word: bytes) -> dict[str, Any]:
+        status = self._scene.status()
+        told = zip(status["ranks"], self._scene.ranks, strict=True)
+        return {**status, "ranks": [{**known, **self._of_rank(rank, word)} for known, rank in told]}
+
+    def _of_rank(self, rank: RankProcess, word: bytes) -> dict[str, Any]:
+        status: dict[str, Any] = {"marks": self._marks(rank)}
+        if word == WATCH:
+            status |= self._watched(rank)
+        elif word != PULSE:
+            told = None if word == ALL_STACKS else self._entered.places.get(rank.rank)
+            frames = main_frames(rank.stacks) if told is None else told
+            status["stacks"] = (rank.stacks if told is None else text_of(told)) if rank.alive else ""
+            status["frames"] = frames if rank.alive else []
+            entered = self._entered.told.get(rank.rank)
+            status["entered"] = None if entered is None else dataclasses.asdict(entered)
+            status["children"] = held_children(rank.pid) if rank.alive else []
+            status["activity"] = activity(rank.pid) if rank.alive else {}
+            status["asleep"] = asleep(rank.pid) if rank.alive else ""
+        return status
+
+    def _watched(self, rank: RankProcess) -> dict[str, Any]:
+        """Return where it is and what it uses.
+
+        ``seconds``: from the loop's beginning to its latest turn; ``still``: since then.
+        """
+        loop = self._board.loop(rank.local_rank)
+        used = activity(rank.pid) if rank.alive else {}
+        return {
+            "frames": self._entered.places.get(rank.rank, []) if rank.alive else [],
+            "loop": {"number": loop.number, "done": loop.done, "total": loop.total, "seconds": loop.at - loop.start,
+                     "still": self._clock() - loop.at, "description": loop.description},
+            "cpu": used.get("threads", 0.0) + used.get("children", 0.0),
+            "memory": resident(rank.pid) if rank.alive else 0,
+        }  # fmt: skip
+
+    def _marks(self, rank: RankProcess) -> list[Any]:
+        """Return how far it is: phase, loop, turns, operations; None for what it has not told."""
+        loop, told = self._board.loop(rank.local_rank), self._entered.told.get(rank.rank)
+        phase, turns = self._board[rank.local_rank], self._entered.turns.get(rank.rank)
+        return [phase.value, loop.number, loop.done, turns, None if told is None else _begun(told)]
+
+
+def _begun(operations: Operations) -> int:
+    """Return how many collectives and messages that is."""
+    messages = (count for group in operations.groups for _, count in (*group.sent, *group.received))
+    return sum(group.number for group in operations.groups) + sum(messages)
+
+
+def held_children(pid: int) -> list[str]:
+    """Says which children of a rank do not run since something holds them, such as a data loader's worker."""
+    states = [(child, state_of(child)) for child in children_of(pid)]
+    return [f"(pid {child}): {STATES[state]}{file_of(child)}" for child, state in states if state in STATES]
