@@ -107,6 +107,14 @@ FEATURES = (
     ),
     Feature("pytest", (), _never),
     Feature("run", (), _never),
+    Feature(
+        "slow",
+        ("slow",),
+        _given("slow"),
+        one_call="it compares the ranks of one call; mlaunch why says who waits for whom",
+        instead="mlaunch why, while ranks wait",
+        processes=("rank",),
+    ),
     Feature("sweeps", (), _never),
     Feature("warm", (), _never, servers=True, variable="MLAUNCH_WARM"),
 )

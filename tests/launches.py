@@ -698,6 +698,13 @@ def leaves_no_descriptors() -> bool:
     return torch_version() >= import_module("mlaunch.rank.setup.group").DESTRUCTIBLE
 
 
+def hurry_slow(patch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Have ``slow=`` compare the ranks over so many seconds, not 30, and look as often in them."""
+    module = import_module("mlaunch.slow.caller")
+    patch.setattr(module, "EVERY", module.EVERY * seconds / module.SECONDS)
+    patch.setattr(module, "SECONDS", seconds)
+
+
 def be_on_machine(patch: pytest.MonkeyPatch, root: Path) -> None:
     """Have ``numa=`` read /sys, /proc and /dev below this directory."""
     patch.setattr(import_module("mlaunch.numa.caller.order"), "ROOT", str(root))

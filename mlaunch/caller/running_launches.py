@@ -76,6 +76,14 @@ def title_of(launch: Mapping[str, Any]) -> str:
     )
 
 
+def facts_of(launch: Mapping[str, Any]) -> list[str]:
+    """Return a line for each feature that has something to say of the launch: "counting: calls 3", or its text."""
+    return [
+        f"{feature}: {facts.get('text') or ', '.join(f'{name} {value}' for name, value in facts.items())}"
+        for feature, facts in shown(launch.get("features", {})).items()
+    ]
+
+
 def place_of_rank(rank: Mapping[str, Any]) -> str:
     """Says on which device of which machine it is, where that is another one."""
     return f"{rank['device']} on {rank['host']}" if "host" in rank else str(rank["device"])

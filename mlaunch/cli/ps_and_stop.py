@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.text import columns, filled, name_some_ranks, shown
 from mlaunch.caller.report import as_data
-from mlaunch.caller.running_launches import ID_SHOWN, ask, place_of_rank, title_of
+from mlaunch.caller.running_launches import ID_SHOWN, ask, facts_of, place_of_rank, title_of
 from mlaunch.cli.chosen_launches import CALLER, add_choice, nothing, of_caller, pid, print_json, which
 from mlaunch.core import load
 from mlaunch.protocol.visitors import END, STATUS
@@ -113,21 +113,14 @@ def _entry(launch: Mapping[str, Any]) -> str:
     ]
     widths = [max(columns(row[column]) for row in rows) for column in range(3)]
     lines = ["  ".join(map(filled, row, [*widths, 0])) for row in rows]
-    return "\n".join([title_of(launch), *(f"  {line}".rstrip() for line in [_origin(launch), *_facts(launch), *lines])])
+    lines = [_origin(launch), *facts_of(launch), *lines]
+    return "\n".join([title_of(launch), *(f"  {line}".rstrip() for line in lines)])
 
 
 def _origin(launch: Mapping[str, Any]) -> str:
     """Says what has called, where, and what runs now on ranks that stay: "train.py in /home/me: runs step()"."""
     runs = f": runs {launch['call']}" if launch.get("call") else ""
     return f"{launch['source'] or 'a process'} in {launch['cwd']}{runs}"
-
-
-def _facts(launch: Mapping[str, Any]) -> list[str]:
-    """Return a line for each feature that has something to say of the launch: "counting: calls 3"."""
-    return [
-        f"{feature}: {', '.join(f'{name} {value}' for name, value in facts.items())}"
-        for feature, facts in launch.get("features", {}).items()
-    ]
 
 
 def _each(ranks: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:

@@ -11,7 +11,7 @@ from mlaunch.base.failure_data import named
 from mlaunch.base.text import shown
 from mlaunch.caller.options.trouble_options import parse_stall
 from mlaunch.caller.report import as_data
-from mlaunch.caller.running_launches import title_of, whole
+from mlaunch.caller.running_launches import facts_of, title_of, whole
 from mlaunch.cli.checks import UsageError
 from mlaunch.cli.chosen_launches import add_choice, asked, nothing, print_json
 from mlaunch.insight.wire import ALL_STACKS, STACKS, WHY, StallTerms
@@ -81,8 +81,11 @@ def _why(args: argparse.Namespace) -> int:
     if args.json:
         print_json([with_reason(launch) for launch in launches])
         return 0
-    told = [f"{title_of(launch)}\n  {sentence(launch['ranks'])}\n{grouped(launch['ranks'])}" for launch in launches]
-    print("\n\n".join(told) or nothing())
+    blocks = []
+    for launch in launches:
+        said = [f"  {line}" for line in (sentence(launch["ranks"]), *facts_of(launch))]
+        blocks.append("\n".join([title_of(launch), *said, grouped(launch["ranks"])]))
+    print("\n\n".join(blocks) or nothing())
     return 0
 
 

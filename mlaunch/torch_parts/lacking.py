@@ -9,7 +9,7 @@ from mlaunch.base.log import log
 
 TRIED = "2.6 to 2.15"
 # Each has a function ``lacks``: "NAME IN TORCH: what follows", or "" if it has all.
-_PARTS = ("process_groups", "operations", "limits", "recorder", "default_device")
+_PARTS = ("process_groups", "operations", "limits", "recorder", "default_device", "model_times")
 _told: set[str] = set()
 
 

@@ -23,7 +23,7 @@ from mlaunch.torch_parts import process_groups
 ANY = -1  # in place of a rank: whoever sends first
 
 # By torch's internal names, those of the functions that users call.
-_COLLECTIVES = {
+COLLECTIVES = {
     "allreduce": "all_reduce", "allreduce_coalesced": "all_reduce_coalesced", "broadcast": "broadcast",
     "reduce": "reduce", "allgather": "all_gather", "_allgather_base": "all_gather_into_tensor",
     "allgather_coalesced": "all_gather_coalesced", "allgather_into_tensor_coalesced": "all_gather_into_tensor",
@@ -71,7 +71,7 @@ class _Group:
                 self.by_device |= dict.fromkeys(devices, Tally())
 
     def of(self, args: tuple[Any, ...]) -> Tally:
-        return self.numbers if not self.by_device else self.by_device.get(_device_of(args), self.numbers)
+        return self.numbers if not self.by_device else self.by_device.get(device_of(args), self.numbers)
 
 
 # (name, numbers, number of the collective, peer in the group, tag); not the group, which it would keep
@@ -95,12 +95,12 @@ def watch() -> None:
     backend, process_group, work = _kinds()
     # Where all of torch's functions pass; who holds a group's backend calls that.
     for kind in (process_group, backend):
-        for name, words in _COLLECTIVES.items():
-            _replace(kind, name, _collective, words)
+        for name, words in COLLECTIVES.items():
+            replace(kind, name, _collective, words)
         for name, words in _MESSAGES.items():
-            _replace(kind, name, _message, words)
-        _replace(kind, "monitored_barrier", _monitored, "monitored_barrier")
-    _replace(work, "wait", _waiting, "wait")
+            replace(kind, name, _message, words)
+        replace(kind, "monitored_barrier", _monitored, "monitored_barrier")
+    replace(work, "wait", _waiting, "wait")
 
 
 def _kinds() -> tuple[Any, Any, Any]:
@@ -124,7 +124,8 @@ def lacks() -> str:
     )
 
 
-def _replace(kind: Any, name: str, watched: Callable[..., Callable[..., Any]], words: str) -> None:
+def replace(kind: Any, name: str, watched: Callable[..., Callable[..., Any]], words: str) -> None:
+    """Replace a method of torch's by what ``watched`` makes of it, if there is one; stacks show it by its name."""
     if (begin := vars(kind).get(name)) is not None:
         setattr(kind, name, _named(watched(begin, words), name, begin))
 
@@ -263,7 +264,8 @@ def _note(work: Any, begun: Begun) -> None:
         _most = max(_FEW, 2 * len(_works))
 
 
-def _device_of(args: tuple[Any, ...]) -> str:
+def device_of(args: tuple[Any, ...]) -> str:
+    """Return the kind of device of an operation's first tensor; "" if there is none."""
     found: Any = args[0] if args else None
     while isinstance(found, (list, tuple)) and found:
         found = found[0]

@@ -278,6 +278,7 @@ GIVEN = {  # for each option that a flag sets: what is given, and what becomes o
     "stop_on": (["--stop-on", "TERM,usr1"], "TERM,usr1"),
     "stop_grace": (["--stop-grace", "8"], 8),
     "stall": (["--stall", "60 stop"], "60 stop"),
+    "slow": (["--slow", "10%"], "10%"),
     "join_timeout": (["--rdzv-conf", "join_timeout=5"], 5),
     "token": (["--token-file", "token"], "hush"),
     "oversubscribe": (["--oversubscribe"], True),

@@ -32,11 +32,12 @@ ASKS = {
     "numa": ("numa='node'", CALL.format("numa='node'")),
     "profile": ("profile='t'", CALL.format("profile='t'")),
     "run": ("python -m mlaunch.launch", "import runpy\nrunpy.run_module('mlaunch.launch', run_name='__main__')"),
+    "slow": ("slow='10%'", CALL.format("slow='10%'")),
     "sweeps": ("print.submit()", "mlaunch.launcher(print, 1).submit()"),
     "warm": ("MLAUNCH_WARM=30m", f"import os; os.environ['MLAUNCH_WARM'] = '30m'; {CALL.format('')}"),
 }
 FLAGS = {"agreed_stop": "--stop-on", "events": "--events", "insight": "--stall", "leases": "--lease"}
-FLAGS |= {"numa": "--numa-binding", "profile": "--profile"}
+FLAGS |= {"numa": "--numa-binding", "profile": "--profile", "slow": "--slow"}
 COMMANDS = {"insight": ("stacks", "why", "ps --watch"), "run": ("run",), "warm": ("warm",)}
 
 

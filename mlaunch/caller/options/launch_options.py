@@ -166,6 +166,7 @@ class Options:
         'report says once which rank the others wait for; the run goes on. "60 stop" ends it. None: no report.',
         flag="--stall",
     )
+    slow: float | str | None = trouble_options.SLOW
     debug: bool | str = trouble_options.DEBUG
     inline: bool = trouble_options.INLINE
     max_restarts: int = option(

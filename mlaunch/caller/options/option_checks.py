@@ -90,7 +90,7 @@ def _check_debug(given: Mapping[str, Any]) -> None:
 
 def _check_inline(given: Mapping[str, Any]) -> None:
     others = {"engine": None, "ranks": None, "keep": None, "max_restarts": 0, "debug": False, "deadline": None}
-    for name, usual in {**others, "log_dir": None, "stop_on": None}.items() if given["inline"] else ():
+    for name, usual in {**others, "log_dir": None, "stop_on": None, "slow": None}.items() if given["inline"] else ():
         if given[name] != usual:
             raise ValueError(f"{name}={given[name]!r} with inline=True: allowed: {usual!r}; nothing but the function "
                              f"runs, in this process")  # fmt: skip

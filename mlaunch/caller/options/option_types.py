@@ -30,6 +30,7 @@ class KeywordOptions(TypedDict, total=False):
     stop_on: str | None
     stop_grace: float
     stall: float | str | None
+    slow: float | str | None
     debug: bool | str
     inline: bool
     max_restarts: int

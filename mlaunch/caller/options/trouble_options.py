@@ -1,5 +1,6 @@
-"""Options for runs that hang or fail: ``stall=``, after how long without progress a run is reported; ``debug=``, a
-prompt where the call is made, or ranks that wait for an IDE; ``inline=``, no ranks.
+"""Options for runs that hang or fail: ``stall=``, after how long without progress a run is reported; ``slow=``, for how
+much of their time the others wait for a rank until that is; ``debug=``, a prompt where the call is made, or ranks that
+wait for an IDE; ``inline=``, no ranks.
 """
 
 from __future__ import annotations
@@ -43,6 +44,31 @@ class StallLimit:
             raise ValueError(f"{name}={value!r}: allowed: {self}") from None
 
 
+def parse_share(value: float | str) -> float:
+    """Return the share, of "10%" 0.1. ValueError for what is none between 0 and 1."""
+    text = str(value).strip()
+    share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    if not 0 < share < 1:
+        raise ValueError
+    return share
+
+
+class ShareOfTime:
+    """A share of the time, or None."""
+
+    def __str__(self) -> str:
+        return 'a share of the time, more than 0% and less than 100%, such as "10%" or 0.1; or None'
+
+    def check(self, name: str, value: object) -> None:
+        if not isinstance(value, int | float | str | None) or isinstance(value, bool):
+            raise TypeError(f"{name}={value!r}: allowed: {self}")
+        try:
+            if value is not None:
+                parse_share(value)
+        except ValueError:
+            raise ValueError(f"{name}={value!r}: allowed: {self}") from None
+
+
 def debug_word(value: bool | str, world_size: int) -> str:
     """Returns what a launch of so many ranks is told: "", "pdb", "debugpy", "debugpy:0,2". ValueError: no such rank."""
     if isinstance(value, bool):
@@ -67,6 +93,14 @@ class DebugWay:
             raise ValueError(f"{name}={value!r}: allowed: {self}")
 
 
+SLOW: float | str | None = option(
+    None,
+    ShareOfTime(),
+    'A share of the time, such as "10%". If the others wait for the same rank for longer, of 30 s, a report says once '
+    "which rank it is, and the run continues; ``mlaunch why`` and ``mlaunch ps`` say it at any time. None: ranks are "
+    "not compared.",
+    flag="--slow",
+)
 DEBUG = option(
     False,
     DebugWay(),

@@ -26,6 +26,7 @@ class LaunchReport(LaunchRecord):
         log_dir: Where their output was written; None where it was not, or they have printed nothing.
         begun: When the call was made, in seconds of the epoch.
         stopped: That the ranks were asked to stop (``mlaunch.stopping``), why, when, and where they did; None: no.
+        slow_ranks: Those for which the others have waited, if ``slow=`` asked to be told; None: there were none.
     """
 
     def __str__(self) -> str:
@@ -36,8 +37,8 @@ class LaunchReport(LaunchRecord):
         for row in rows:
             cells = [cell.rjust(width) for cell, width in zip(row[:left], widths[:left], strict=True)]
             lines.append("  ".join([*cells, row[left]]))
-        stopped = [str(self.stopped)] if self.stopped is not None else []
-        return "\n".join([self.title, *stopped, *lines, *([f"output in {self.log_dir}"] if self.log_dir else [])])
+        noted = [str(fact) for fact in (self.stopped, self.slow_ranks) if fact is not None]
+        return "\n".join([self.title, *noted, *lines, *([f"output in {self.log_dir}"] if self.log_dir else [])])
 
     __repr__ = __str__  # at a prompt, where only repr() shows
 
@@ -69,10 +70,11 @@ class LaunchReport(LaunchRecord):
         ranks = [
             dataclasses.asdict(rank) | {"host": rank.host or None, "place": rank.place or None} for rank in self.ranks
         ]
-        stopped = None if self.stopped is None else dataclasses.asdict(self.stopped)
+        noted = {"stopped": self.stopped, "slow_ranks": self.slow_ranks}
+        facts = {name: None if fact is None else dataclasses.asdict(fact) for name, fact in noted.items()}
         names = ("host", "seconds", "begun", "restart_count", "world_size", "log_dir")
         known = {name: getattr(self, name) for name in names}
-        return {"schema": VERSION, "function": self.name, **known, "stopped": stopped, "ranks": ranks}
+        return {"schema": VERSION, "function": self.name, **known, **facts, "ranks": ranks}
 
     def _repr_html_(self) -> str | None:
         """Return a table and a timeline for a notebook, which prints the report if there is none."""

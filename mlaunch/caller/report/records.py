@@ -79,6 +79,30 @@ class Stopped:
 
 
 @frozen_record
+class SlowRanks:
+    """The others have waited for these ranks, as ``slow=`` asks to be told.
+
+    Attributes:
+        ranks: Global ranks.
+        last: In which share of the collectives they were last, from 0 to 1.
+        seconds: By which the others waited longer in each, on average.
+        share: Of the others' time, which that was, from 0 to 1.
+        since: Seconds of the epoch.
+        text: All of it, for people.
+    """
+
+    ranks: tuple[int, ...]
+    last: float
+    seconds: float
+    share: float
+    since: float
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@frozen_record
 class LaunchRecord:
     """What is known of a launch; see ``LaunchReport``."""
 
@@ -91,6 +115,7 @@ class LaunchRecord:
     log_dir: str | None = None
     printed: Mapping[int, bytes] | None = field(default=None, repr=False, compare=False)
     stopped: Stopped | None = None
+    slow_ranks: SlowRanks | None = None
     begun: float = 0.0
 
     @property

@@ -54,10 +54,11 @@ def of_deadline(stacks: Sequence[RankStacks], returned: Iterable[int]) -> tuple[
 
 def why_launch(launch_id: str) -> str:
     """Says which rank of it the others wait for; "" if it does not run."""
-    from mlaunch.caller.running_launches import ask, whole
+    from mlaunch.caller.running_launches import ask, facts_of, whole
     from mlaunch.insight.caller.why_text import sentence
 
-    return "\n".join(sentence(launch["ranks"]) for launch in whole(ask(WHY, launch_id)))
+    launches = whole(ask(WHY, launch_id))
+    return "\n".join(line for launch in launches for line in (sentence(launch["ranks"]), *facts_of(launch)))
 
 
 def why_call(name: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from mlaunch.base.text import columns, filled, in_bytes, in_two_units, shown
 from mlaunch.caller.report.failure_text import in_words, users_place
-from mlaunch.caller.running_launches import place_of_rank, title_of
+from mlaunch.caller.running_launches import facts_of, place_of_rank, title_of
 
 _STILL = 10.0  # seconds in which a loop makes no turn, after which that is told instead of its rate
 _SLOW = 5  # turns that it may take as long as
@@ -41,7 +41,10 @@ class RankTable:
     def lines(self, launches: Sequence[Mapping[str, Any]]) -> list[str]:
         """Returns a title and a table for each launch."""
         before, self._known = self._known, {}
-        blocks = [[title_of(launch), *self._table(launch, before)] for launch in shown([*launches])]
+        blocks = [
+            [title_of(launch), *(f"  {fact}" for fact in facts_of(launch)), *self._table(launch, before)]
+            for launch in shown([*launches])
+        ]
         return [line for block in blocks for line in ["", *block]][1:]
 
     def _table(self, launch: Mapping[str, Any], before: Mapping[tuple[str, int], _Rank]) -> list[str]:

@@ -1,0 +1,215 @@
+"""Which ranks the others wait for, by how long each has waited itself. Pure functions, and what they are asked about.
+
+Ranks that wait for each other take the same time for a step. Of that each computes for a while, and waits for the rest:
+who computes longer waits less. So no clock is compared with another one, and what the operations themselves take, which
+is long on a busy machine and not the same for all, does not count.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from mlaunch.base.frozen_record import frozen_record
+from mlaunch.slow.wire import Waits, WaitsOfRank
+
+_MOST = 16384  # operations of which not all members have told
+_ONCE = 1.0  # seconds for which a rank holds the others up, from which on that is worth a word though it came once
+_PARTS = 3  # of the time, in each of which the same ranks have to be slow
+
+
+@frozen_record
+class WaitLook:
+    """What ranks have told at one time: ``at``, on the agent's clock. ``told``: by global rank, elapsed and waited."""
+
+    at: float
+    told: Mapping[int, tuple[float, float]]
+
+
+@frozen_record
+class Chunk:
+    """Some operations of one kind, of which all members have told. Members are in the order of ``Lane.members``.
+
+    Attributes:
+        at: When they told, on the agent's clock.
+        count: How many operations.
+        sums: How long each member has waited in them.
+        lasts: How often each was the last.
+        worst: By how much the last one of an operation was later than the next, and which member that was.
+    """
+
+    at: float
+    count: int
+    sums: tuple[float, ...]
+    lasts: tuple[int, ...]
+    worst: tuple[float, int]
+
+
+@frozen_record
+class Lateness:
+    """How ranks come to the operations of one kind.
+
+    Attributes:
+        last: In which share of them one of these was the last.
+        seconds: By which they were later than the next one in each, on average.
+        once: The seconds for which they held the others up, if most of that was at one time; else 0.
+    """
+
+    last: float
+    seconds: float
+    once: float
+
+
+@frozen_record
+class SlowVerdict:
+    """Ranks that the others wait for.
+
+    Attributes:
+        ranks: Which.
+        part: Of the time, for which each of the others waits longer than any of these.
+        share: For which they do on average.
+        steadily: They did all the while, not in one part of it.
+    """
+
+    ranks: tuple[int, ...]
+    part: float
+    share: float
+    steadily: bool
+
+
+class Comparison:
+    """The ranks of a call, over the last ``seconds``."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._looks: deque[WaitLook] = deque()
+        self._told: dict[int, tuple[float, float]] = {}
+        self._lanes: dict[str, Lane] = {}
+
+    def take(self, rank: int, told: WaitsOfRank) -> None:
+        """Take what a rank has waited for since it was asked before."""
+        elapsed, waited = self._told.get(rank, (0.0, 0.0))
+        self._told[rank] = elapsed + told.elapsed, waited + told.waited
+        for name, waits in told.lanes.items():
+            if name not in self._lanes or self._lanes[name].members != waits.members:
+                self._lanes[name] = Lane(waits.members)
+            self._lanes[name].take(rank, waits)
+
+    def conclude(self, at: float) -> None:
+        """Make a look of what was told, and forget what is too old."""
+        if self._told:
+            self._looks.append(WaitLook(at, self._told))
+            self._told = {}
+        while self._looks and self._looks[0].at < at - self._seconds:
+            self._looks.popleft()
+        for lane in self._lanes.values():
+            lane.conclude(at, at - self._seconds)
+
+    @property
+    def waits(self) -> bool:
+        """True if any rank has waited for others."""
+        return any(waited > 0 for look in self._looks for _, waited in look.told.values())
+
+    def covers(self, seconds: float) -> bool:
+        """True if there is enough of that many seconds."""
+        return len(self._looks) >= _PARTS and self._looks[-1].at - self._looks[0].at >= seconds
+
+    def verdict(self, share: float) -> SlowVerdict | None:
+        """Return whom the others wait for; None if nothing follows from what was told. ``share``: what is steady."""
+        looks = list(self._looks)
+        waits = shares(looks)
+        if len(waits) < 2:
+            return None
+        slow = slowest(waits)
+        step = len(looks) // _PARTS
+        parts = [looks[:step], looks[step:-step], looks[-step:]] if step else []
+        others = fmean(wait for rank, wait in waits.items() if rank not in slow)
+        return SlowVerdict(
+            slow,
+            part=gap(waits, slow),
+            share=others - fmean(waits[rank] for rank in slow),
+            steadily=bool(parts) and all(gap(shares(part), slow) >= share for part in parts),
+        )
+
+    def lateness(self, ranks: Sequence[int]) -> Lateness | None:
+        """Return how these ranks come to the operations in which they hold the others up most; None: nobody knows."""
+        found = [lane.lateness(ranks) for lane in self._lanes.values() if set(ranks) < set(lane.members)]
+        late = [(total, one) for total, one in found if one is not None]
+        return max(late, key=lambda one: one[0])[1] if late else None
+
+
+def shares(looks: Iterable[WaitLook]) -> dict[int, float]:
+    """Return for which share of its time each rank has waited, of those that have told something at each look."""
+    told = [look.told for look in looks]
+    ranks = set.intersection(*map(set, told)) if told else set()
+    sums = {rank: (sum(each[rank][0] for each in told), sum(each[rank][1] for each in told)) for rank in sorted(ranks)}
+    return {rank: min(waited / elapsed, 1.0) for rank, (elapsed, waited) in sums.items() if elapsed > 0}
+
+
+def slowest(waits: Mapping[int, float]) -> tuple[int, ...]:
+    """Return the ranks below the widest gap: half of them at most, since what the others do is what is usual."""
+    order = sorted(waits, key=waits.__getitem__)
+    cut = max(range(1, len(order) // 2 + 1), key=lambda at: waits[order[at]] - waits[order[at - 1]])
+    return tuple(sorted(order[:cut]))
+
+
+def gap(waits: Mapping[int, float], slow: Sequence[int]) -> float:
+    """Return by how much each of the others waits longer than any of the slow ones."""
+    others = [wait for rank, wait in waits.items() if rank not in slow]
+    these = [waits[rank] for rank in slow if rank in waits]
+    return min(others) - max(these) if others and these else 0.0
+
+
+@dataclass
+class Lane:
+    """Operations of one kind. ``members``: global ranks."""
+
+    members: tuple[int, ...]
+    chunks: deque[Chunk] = field(default_factory=deque)
+    _told: dict[int, dict[int, float]] = field(default_factory=dict)
+
+    def take(self, rank: int, waits: Waits) -> None:
+        """Take what a member has told."""
+        for number, waited in zip(waits.numbers, waits.waits, strict=True):
+            self._told.setdefault(number, {})[rank] = waited
+
+    def conclude(self, at: float, oldest: float) -> None:
+        """Make a chunk of what all members have told, and forget older ones."""
+        whole = [number for number, told in self._told.items() if len(told) == len(self.members)]
+        if whole:
+            told_by_all = map(self._told.pop, whole)
+            self.chunks.append(chunk_of(at, [[told[rank] for rank in self.members] for told in told_by_all]))
+        for number in sorted(self._told)[:-_MOST]:
+            del self._told[number]
+        while self.chunks and self.chunks[0].at < oldest:
+            self.chunks.popleft()
+
+    def lateness(self, ranks: Sequence[int]) -> tuple[float, Lateness | None]:
+        """Return for how many seconds these held the others up, and how."""
+        count = sum(chunk.count for chunk in self.chunks)
+        if not count:
+            return 0.0, None
+        means = {rank: sum(chunk.sums[at] for chunk in self.chunks) / count for at, rank in enumerate(self.members)}
+        slow = [at for at, rank in enumerate(self.members) if rank in ranks]
+        last = sum(chunk.lasts[at] for chunk in self.chunks for at in slow) / count
+        seconds = gap(means, ranks)
+        worst = max((chunk.worst[0] for chunk in self.chunks if chunk.worst[1] in slow), default=0.0)
+        once = worst if worst >= max(_ONCE, seconds * count / 2) else 0.0
+        return seconds * count, Lateness(last, seconds, once)
+
+
+def chunk_of(at: float, rows: Sequence[Sequence[float]]) -> Chunk:
+    """Make a chunk of operations: of each, for how long its members have waited."""
+    leads = [_lead(waits) for waits in rows]
+    lasts = [0] * len(rows[0])
+    for _, index in leads:
+        lasts[index] += 1
+    return Chunk(at, len(rows), tuple(map(sum, zip(*rows, strict=True))), tuple(lasts), max(leads))
+
+
+def _lead(waits: Sequence[float]) -> tuple[float, int]:
+    """Return by how much the one that waited least was later than the next, and which it was."""
+    least, *others = sorted(waits)[:2]
+    return (others[0] - least if others else 0.0), waits.index(least)
