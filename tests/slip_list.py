@@ -234,6 +234,15 @@ SLIPS = (
         ("system/test_run.py::test_a_function", "system/test_run.py::test_a_module_with_relative_imports"),
         "the interpreter seems to add it",
     ),
+    Slip(
+        "command",
+        "annotation",
+        "run/command/run_job.py",
+        "    annotate(error)\n",
+        "",
+        ("contract/test_ci.py::test_a_run_of_the_command",),
+        "it prints nothing but where GitHub runs it",
+    ),
     # Many launches
     Slip(
         "sweeps",
@@ -1054,6 +1063,15 @@ SLIPS = (
         "",
         ("contract/test_numa.py::test_lists_by_local_rank_also_of_ranks_that_were_prepared",),
         "nothing in this file reads it",
+    ),
+    Slip(
+        "pytest",
+        "properties_of_a_test_that_is_repeated",
+        "pytest/plugin.py",
+        '    if call.when == "setup":  # of a test that is run once more, too\n',
+        "    if False:\n",
+        ("contract/test_ci.py::test_a_run_of_pytest",),
+        "a test has none when it begins, it seems",
     ),
     Slip(
         "numa",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mlaunch.base.exceptions import report_of
-from mlaunch.pytest.caller.mark import CI_COMMAND, NAME, SIZE, WANTED, parametrize, take_in
+from mlaunch.pytest.caller.mark import CI_COMMAND, NAME, PROPERTIES, SIZE, WANTED, parametrize, take_in
 
 RUNNER = "mlaunch-ranks"
 _IN_SOURCE = b"mark.ranks"  # of a file whose tests are likely to have it
@@ -95,6 +95,8 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Note why a launch has failed that a test without the mark has made."""
+    if call.when == "setup":  # of a test that is run once more, too
+        item.user_properties[:] = [one for one in item.user_properties if not one[0].startswith(PROPERTIES)]
     report = yield
     failed = None if call.excinfo is None else report_of(call.excinfo.value)
     if failed is not None and item.stash.get(WANTED, None) is None:

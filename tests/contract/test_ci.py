@@ -43,6 +43,26 @@ def test_of_a_launch():
 
 def test_without_ranks():
     raise ValueError
+
+@pytest.mark.ranks(2)
+def test_at_the_second_time(marker):
+    assert marker
+
+@pytest.fixture
+def marker():
+    import pathlib
+    there = pathlib.Path("marker").exists()
+    pathlib.Path("marker").touch()
+    return there
+"""
+REPEATS = """
+from _pytest.runner import runtestprotocol
+
+def pytest_runtest_protocol(item, nextitem):
+    if "second" in item.name:
+        for report in runtestprotocol(item, nextitem=nextitem, log=False):
+            pass  # as plugins do that repeat what fails: nobody hears of it
+        item._initrequest()
 """
 HELPER = "def check(rank):\n    if rank == 1:\n        raise ValueError('50%,\\nrank: 1')\n"
 
@@ -55,7 +75,7 @@ def properties_of(case: ElementTree.Element) -> dict[str, str | None]:
 def test_a_run_of_pytest(tmp_path: Path) -> None:
     """By a worker of xdist, whose reports pytest's own process turns into a file and annotations."""
     pytest.importorskip("torch", reason="the tests run on ranks")
-    files, host = {"test_it.py": SUITE, "helper.py": HELPER}, os.uname().nodename
+    files, host = {"test_it.py": SUITE, "helper.py": HELPER, "conftest.py": REPEATS}, os.uname().nodename
     flags = ("-p", "xdist", "-n", "1", "--junitxml", str(junit := tmp_path / "junit.xml"))
     github = {"GITHUB_ACTIONS": "true", "GITHUB_WORKSPACE": str(tmp_path)}
     _, printed = run(tmp_path, files, *flags, **github)
@@ -68,6 +88,7 @@ def test_a_run_of_pytest(tmp_path: Path) -> None:
         "test_exits": {"ranks": "2", "kind": "exited", "rank": "1", "host": host},
         "test_of_a_launch": raised,
         "test_without_ranks": {},
+        "test_at_the_second_time": {"ranks": "2"},
     }, printed
     fails, launch, exits = sorted(line for line in printed.splitlines() if line.startswith("::"))
     title = "title=test_it.py%3A%3Atest_{}%2C rank 1%3A {}::"

@@ -12,10 +12,9 @@ import pytest
 
 from mlaunch.core import load
 from mlaunch.protocol.failures import kind_of_raised
-from mlaunch.pytest.caller.mark import CI_COMMAND
+from mlaunch.pytest.caller.mark import CI_COMMAND, PROPERTIES
 from mlaunch.pytest.wire.rank_tests import Verdict
 
-_PREFIX = "mlaunch."  # of the properties
 _LIKE_OURS = "pytest_github_actions_annotate_failures"  # a plugin that does this for all tests
 Places = Sequence[tuple[str, int]]  # files and lines of the user's, the innermost call first
 
@@ -68,13 +67,12 @@ def note(item: pytest.Item, report: pytest.TestReport, facts: FailureFacts | Non
 
 
 def note_size(item: pytest.Item, report: pytest.TestReport, size: int) -> None:
-    """Note on how many ranks a test runs that begins, perhaps once more."""
-    item.user_properties[:] = [one for one in item.user_properties if not one[0].startswith(_PREFIX)]
+    """Note on how many ranks a test runs."""
     _record(item, report, {"ranks": size})
 
 
 def _record(item: pytest.Item, report: pytest.TestReport, known: Mapping[str, object]) -> None:
-    found = [(f"{_PREFIX}{name}", value) for name, value in known.items()]
+    found = [(f"{PROPERTIES}{name}", value) for name, value in known.items()]
     item.user_properties.extend(found)
     report.user_properties.extend(found)  # which has a copy of those before
 

@@ -36,6 +36,7 @@ class Wanted:
 
 ON_RANKS = "_mlaunch_on_ranks"  # the attribute of a fixture's function that stands for one on ranks
 POOL = pytest.StashKey[Any]()  # the sets of ranks of this session
+PROPERTIES = "mlaunch."  # how the names begin of those that reports have
 CI_COMMAND = "mlaunch_ci_command"  # the attribute of a report with what a CI service is to show; xdist passes it on
 WANTED = pytest.StashKey[Wanted]()
 _READ = pytest.StashKey[list[pytest.Mark]]()  # the marks that WANTED was read from
