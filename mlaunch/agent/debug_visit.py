@@ -51,7 +51,7 @@ class DebugVisit:
             rank = int(word.removeprefix(ATTACH))
             # The connection itself goes to the rank: what is said there never passes this process, which keeps
             # supervising.
-            questions.tell(rank, Attach(rank, f"rank {rank} of {self._launch().name}"), [visitor.fileno()])
+            questions.tell(rank, Attach(rank, f"rank {rank} of {self._launch().call.name}"), [visitor.fileno()])
             visitor.close()
         return None
 
@@ -73,12 +73,16 @@ class DebugVisit:
         """Says why not; "" if he may."""
         spec = self._launch()
         if spec.debug:
-            return f"{spec.name} was called with debug=: its ranks' debugger is where that was"
+            return f"{spec.call.name} was called with debug=: its ranks' debugger is where that was"
         if word == DEBUG:
-            return "" if self._visitor is None else f"{spec.name} is debugged already, by process {self.pid}"
+            return "" if self._visitor is None else f"{spec.call.name} is debugged already, by process {self.pid}"
         rank = int(word.removeprefix(ATTACH))
         known = self._visitor is not None and rank in questions.ranks()
-        return "" if known else f"rank {rank} of {spec.name} cannot be asked: it has ended, or runs no Python any more"
+        return (
+            ""
+            if known
+            else f"rank {rank} of {spec.call.name} cannot be asked: it has ended, or runs no Python any more"
+        )
 
     def _begin(self, visitor: socket.socket, questions: Questions) -> None:
         self._visitor, self.pid = visitor, visitors.pid_of(visitor)

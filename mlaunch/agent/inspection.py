@@ -119,7 +119,7 @@ class Inspection:
         spec = self._spec
         return {
             "id": spec.launch_id,
-            "function": spec.name,
+            "function": spec.call.name,
             "age": round(self._clock() - self._start, 3),
             "caller": spec.context.caller,
             "agent": os.getpid(),

@@ -15,7 +15,7 @@ from mlaunch.agent.peers import Peers, silence
 from mlaunch.base.exceptions import RankFailure, describe_exit
 from mlaunch.base.text import printable
 from mlaunch.protocol.messages.machine_messages import Planned, Refused, Waiting
-from mlaunch.protocol.spec import Agreed, LaunchSpec, Rendezvous
+from mlaunch.protocol.spec import Agreed, LaunchSpec, Nodes, Rendezvous
 from mlaunch.rendezvous.address import listen_as_master
 from mlaunch.rendezvous.gate.membership import Join
 from mlaunch.rendezvous.link.link_handle import Link
@@ -63,13 +63,11 @@ def join_machines(
     # After the gate, which it would else knock at in vain.
     link = Link(cluster, _introduction(spec, cluster), listener, held)
     plan = _wait_for_plan(link, server, launcher, parent, spec, cluster.heartbeat_timeout)
-    left = spec.seconds
+    agreed, left = plan.agreed, spec.seconds
     peers = Peers(link, cluster.heartbeat_timeout, by_engine=cluster.by_engine)
-    joined = dataclasses.replace(
-        _as_agreed(spec, plan.agreed),
-        interface=plan.interface,
-        time_left=None if left is None else max(0.0, left - (time.monotonic() - start)),
-    )
+    left = None if left is None else max(0.0, left - (time.monotonic() - start))
+    nodes = Nodes(agreed.node_rank, agreed.num_nodes, interface=plan.interface)
+    joined = dataclasses.replace(_as_agreed(spec, agreed), nodes=nodes).called(time_left=left)
     return Joined(joined, server, peers)
 
 
@@ -82,8 +80,6 @@ def _as_agreed(spec: LaunchSpec, agreed: Agreed) -> LaunchSpec:
         launch_id=agreed.launch_id,
         secret=f"{spec.secret}/{agreed.secret}",  # the latter can be read on its way, the token cannot
         restart_count=agreed.attempt,
-        node_rank=agreed.node_rank,
-        num_nodes=agreed.num_nodes,
         rank_start=agreed.rank_start,
         world_size=agreed.world_size,
         command=command,
@@ -108,7 +104,7 @@ def _serve_as_master(spec: LaunchSpec, cluster: Rendezvous, launcher: AgentsEnd,
 
 def _advice(spec: LaunchSpec, number: int | None) -> str:
     """Says what to give if the master is another machine, or one of this launch's own on this host."""
-    own = "rank_start" if spec.command is None else f"--node-rank, from 0 to {spec.num_nodes - 1}"
+    own = "rank_start" if spec.command is None else f"--node-rank, from 0 to {spec.nodes.count - 1}"
     if number == errno.EADDRINUSE:
         return f". If several machines of this launch run on one host, each must be given its own {own}"
     if number == errno.EADDRNOTAVAIL:
@@ -124,16 +120,16 @@ def _introduction(spec: LaunchSpec, cluster: Rendezvous) -> Join:
 
     return Join(
         host=socket.gethostname(),
-        rank_start=0 if spec.count_machines else spec.rank_start,
+        rank_start=0 if spec.nodes.guessed else spec.rank_start,
         n_gpus=spec.local_world_size,
-        world_size=0 if spec.count_machines else spec.world_size,
-        function=spec.name,
+        world_size=0 if spec.nodes.guessed else spec.world_size,
+        function=spec.call.name,
         mlaunch=__version__.rpartition(".")[0],
         torch=spec.torch_version,
         attempt=spec.restart_count,
         role="default" if spec.command is None else spec.command.role,
-        machine=spec.node_rank if spec.count_machines else 0,
-        machines=spec.num_nodes if spec.count_machines else 0,
+        machine=spec.nodes.rank if spec.nodes.guessed else 0,
+        machines=spec.nodes.count if spec.nodes.guessed else 0,
         max_restarts=spec.max_restarts,
         heartbeat_timeout=f"{cluster.heartbeat_timeout:g}",
         timeout="None" if spec.timeout is None else f"{spec.timeout:g}",
@@ -160,7 +156,9 @@ def _wait_for_plan(
         if not ready and left >= timeout:
             refuse(launcher, f"{_name(link)} {silence(timeout)}")
         if not ready:
-            refuse(launcher, f"its deadline of {spec.deadline:g} s passed while the machines were joining", late=True)
+            refuse(
+                launcher, f"its deadline of {spec.call.deadline:g} s passed while the machines were joining", late=True
+            )
         if gate is not None and gate.sentinel in ready:
             who = f"the gate on host {socket.gethostname()} (pid {gate.pid})"
             refuse(launcher, f"{who} {describe_exit(gate.reap())} while the machines were joining")

@@ -160,7 +160,7 @@ def _supervise(
 ) -> bool:
     """Runs a launch; tells whether it has ended as it should, and so that nothing of it is left here."""
     os.close(order.fds.spec)
-    name_process("agent", spec.name)
+    name_process("agent", spec.call.name)
     with contextlib.suppress(OSError):  # which a rank will tell
         os.chdir(spec.context.cwd)  # where hooks of the user's expect to run that follow a fork
     if spec.command is None:  # a command reads what its terminal or pipe gives, as under torchrun
@@ -240,7 +240,7 @@ def _begin(order: Order, spec: LaunchSpec, scene: Supervision, left: float | Non
         os.close(call_fd)
         return KeptSupervisor(scene) if spec.cluster is None else KeptPartSupervisor(scene)
     supervisor = Supervisor(scene)
-    supervisor.begin_call(call_fd if order.call is None else None, spec.deadline, left)
+    supervisor.begin_call(call_fd if order.call is None else None, spec.call.deadline, left)
     os.close(call_fd)
     return supervisor
 

@@ -28,16 +28,8 @@ _LOOK_DELAY = 20.0  # seconds between looks at the memory
 
 def as_prepared(spec: LaunchSpec) -> LaunchSpec:
     """Returns a launch like the last one, with what is its own."""
-    return dataclasses.replace(
-        spec,
-        launch_id=new_launch_id(),
-        secret=secrets.token_hex(16),
-        name="(prepared for the next call)",
-        deadline=None,
-        time_left=None,
-        seed=None,
-        prepared=True,
-    )
+    unknown = spec.called(name="(prepared for the next call)", deadline=None, time_left=None, seed=None)
+    return dataclasses.replace(unknown, launch_id=new_launch_id(), secret=secrets.token_hex(16), prepared=True)
 
 
 class PreparedSupervisor(Supervisor):
@@ -70,9 +62,9 @@ class PreparedSupervisor(Supervisor):
         # Before the call is passed on: a launch that ends without this word has run nothing, so its call is made
         # anew.
         self._launcher.try_send(CallBegun())
-        left = record.details.deadline if record.details.time_left is None else record.details.time_left
-        self.begin_call(call_fd, record.details.deadline, left, record.details)
-        name_process("agent", record.details.name)
+        left = record.details.call.deadline if record.details.call.time_left is None else record.details.call.time_left
+        self.begin_call(call_fd, record.details.call.deadline, left, record.details)
+        name_process("agent", record.details.call.name)
         if self._inspection is not None:
             self._inspection.learn(record.details)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import field
+from typing import Any
 
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol.settings import Settings
@@ -82,11 +84,32 @@ class Rendezvous:
 
 
 @frozen_record
+class Nodes:
+    """Which of its launch's machines this one is, and how it reaches the others."""
+
+    rank: int = 0
+    count: int = 1
+    guessed: bool = False  # so are rank_start and world_size, until all machines have told their sizes
+    interface: str = "lo"  # on which the ranks talk; "": not known
+
+
+@frozen_record
+class CallFacts:
+    """What of a launch may be known only with its call, for which its ranks wait. Times in seconds."""
+
+    name: str  # for people: "train()", or a command, "train.py"
+    deadline: float | None  # as the user gave it
+    time_left: float | None = None  # of the deadline, when this attempt begins; None: all of it
+    seed: int | str | None = None  # see mlaunch.seeding
+    rank0_only: bool = False  # the caller wants the value of rank 0 alone
+
+
+@frozen_record
 class LaunchSpec:
     """One launch on one machine, as agent and workers need it. Times in seconds, None = no limit."""
 
     launch_id: str
-    name: str  # for people: "train()", or a command, "train.py"
+    call: CallFacts
     local_world_size: int
     world_size: int
     rank_start: int
@@ -95,24 +118,17 @@ class LaunchSpec:
     backend: str
     timeout: float | None
     grace_period: float
-    deadline: float | None  # as the user gave it
     restart_count: int
     max_restarts: int
-    seed: int | str | None  # see mlaunch.seeding
     port: int  # of the rendezvous; 0: chosen by the system
     torch_version: str
     secret: str = field(repr=False)  # signs what ranks pickle for each other
     context: Context
     cluster: Rendezvous | None = None  # None: a launch on this machine alone
-    node_rank: int = 0  # of this machine, by its ranks
-    num_nodes: int = 1
+    nodes: Nodes = field(default_factory=Nodes)
     prepared: bool = False  # before its call: the ranks wait for it, and learn the details with it
     stays: bool = False  # the ranks stay between calls, which are sent one after the other
-    count_machines: bool = False  # rank_start and world_size are guesses, until all machines have told their sizes
-    interface: str = "lo"  # on which the ranks talk; "": not known
-    rank0_only: bool = False  # the caller wants the value of rank 0 alone
     command: ScriptTarget | None = None  # None: ranks receive a function
-    time_left: float | None = None  # of the deadline, when this attempt begins; None: all of it
     debug: str = (
         ""  # "pdb": each rank has a channel to its caller's prompt; "debugpy", "debugpy:0,2": these wait; JSON: ide.py
     )
@@ -127,7 +143,7 @@ class LaunchSpec:
     @property
     def seconds(self) -> float | None:
         """What is left of the deadline when this attempt begins."""
-        return self.deadline if self.time_left is None else self.time_left
+        return self.call.deadline if self.call.time_left is None else self.call.time_left
 
     def device(self, local_rank: int) -> str:
         """Says "cpu", or the device as the machine numbers it, "cuda:2"; "" where that is not known."""
@@ -138,6 +154,10 @@ class LaunchSpec:
 
     def streams(self, local_rank: int) -> tuple[int, ...]:
         return self.piped[local_rank] if self.piped else ()
+
+    def called(self, **facts: Any) -> LaunchSpec:
+        """Return it with other facts of its call."""
+        return dataclasses.replace(self, call=dataclasses.replace(self.call, **facts))
 
     def rank(self, local_rank: int) -> int:
         return self.rank_start + local_rank

@@ -89,8 +89,8 @@ class Rank:
     def _named(self) -> str:
         """Names this process after its launch; returns what messages call it."""
         role = f"rank {self._spec.rank(self._args.local_rank)}"
-        name_process(role, self._spec.name)
-        return f"{role} of {self._spec.name}"
+        name_process(role, self._spec.call.name)
+        return f"{role} of {self._spec.call.name}"
 
     def _begin_parts(self) -> None:
         """Has the launch's features act, before anything else of this process does."""

@@ -134,11 +134,11 @@ class FunctionRank(Rank):
         # Several launches may have one token: what ranks of one have signed counts for nothing in another.
         spec = self._spec
         secret = f"{spec.secret}/{spec.launch_id}"
-        this_rank.become(this_rank.ThisRank(spec.name, spec.rank(self._args.local_rank), secret))
+        this_rank.become(this_rank.ThisRank(spec.call.name, spec.rank(self._args.local_rank), secret))
 
     def _apply_seed(self) -> None:
-        if self._spec.seed is not None:
-            seeding.apply(seeding.of_rank(self._spec.seed, self._spec.rank(self._args.local_rank)))
+        if self._spec.call.seed is not None:
+            seeding.apply(seeding.of_rank(self._spec.call.seed, self._spec.rank(self._args.local_rank)))
 
     def _expect_call(self) -> None:
         """Begins to wait, on a core of its own as far as there are any: all ranks are woken at once."""
@@ -213,7 +213,7 @@ class FunctionRank(Rank):
         if self._bound is not None and self._device != "cpu":
             device.synchronize(self._bound)
         self._enter(Phase.ANSWERING)
-        if self._spec.rank0_only and self._spec.rank(self._args.local_rank) != 0:
+        if self._spec.call.rank0_only and self._spec.rank(self._args.local_rank) != 0:
             value = None
         try:
             self._answer(AnswerKind.VALUE, value)

@@ -159,7 +159,7 @@ def test_classes_of_records_are_known_before_their_first_record() -> None:
 
 
 # Of a queue, a file or another record.
-INSIDE = {"Answer", "RemoteError", "Details", "CallersProcess", "Operations", "GroupNumbers", "RankWait"}
+INSIDE = {"Answer", "RemoteError", "Details", "CallFacts", "CallersProcess", "Operations", "GroupNumbers", "RankWait"}
 
 
 def test_each_record_travels_on_some_channel_or_stream() -> None:

@@ -20,7 +20,7 @@ from mlaunch.torch_parts.limits import HeldLimits
 
 
 def test_the_callers_own_debugger_goes_first() -> None:
-    spec: Any = SimpleNamespace(debug="pdb", name="train()")
+    spec: Any = SimpleNamespace(debug="pdb", call=SimpleNamespace(name="train()"))
     visit, (our_end, theirs) = DebugVisit(lambda: spec), socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     assert visit.take(theirs, DEBUG, Questions({})) is None
     _, fds, _, _ = socket.recv_fds(our_end, 1, 1)

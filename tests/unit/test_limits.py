@@ -134,7 +134,14 @@ def test_a_deadline_that_the_caller_keeps_is_held_too(passing_time: Clock) -> No
 
 def test_no_clock_of_a_launch_counts_while_somebody_debugs_it() -> None:
     """Neither its deadline ends it meanwhile, nor is it said to have stalled."""
-    spec: Any = SimpleNamespace(grace_period=1.0, seconds=100.0, stays=False, name="f()", world_size=1, sections={})
+    spec: Any = SimpleNamespace(
+        grace_period=1.0,
+        seconds=100.0,
+        stays=False,
+        call=SimpleNamespace(name="f()", deadline=None),
+        world_size=1,
+        sections={},
+    )
     agent, theirs = Channel.pair()
     server: Any = SimpleNamespace(kill=lambda: pytest.fail("it was ended"))
     handle = LaunchHandle(spec, server, agent, Relay(plan(1, Policy()), 1, 0), History())

@@ -38,7 +38,11 @@ def test_a_machine_that_does_not_say_what_it_does(monkeypatch: pytest.MonkeyPatc
     spec = cast(
         Any,
         SimpleNamespace(
-            launch_id="f" * 12, name="f()", world_size=1, restart_count=0, context=SimpleNamespace(argv=[], source="")
+            launch_id="f" * 12,
+            call=SimpleNamespace(name="f()"),
+            world_size=1,
+            restart_count=0,
+            context=SimpleNamespace(argv=[], source=""),
         ),
     )
     lookout = Lookout(spec, [machine])
@@ -55,7 +59,9 @@ def test_a_machine_that_does_not_say_what_it_does(monkeypatch: pytest.MonkeyPatc
 def two_machines() -> tuple[Lookout, list[Machine], list[FrameStream]]:
     """Two that have a rank each, with their members' ends."""
     context = SimpleNamespace(argv=[], source="")
-    spec = cast(Any, SimpleNamespace(launch_id="e" * 12, name="f()", context=context, sections={}))
+    spec = cast(
+        Any, SimpleNamespace(launch_id="e" * 12, call=SimpleNamespace(name="f()"), context=context, sections={})
+    )
     pairs = [socket.socketpair() for _ in range(2)]
     machines = [Machine(number, Ends(os.dup(ours.fileno()), ours.detach())) for number, (ours, _) in enumerate(pairs)]
     members = [FrameStream(os.dup(theirs.fileno()), theirs.detach()) for _, theirs in pairs]

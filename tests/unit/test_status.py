@@ -38,7 +38,7 @@ def test_the_speed_of_a_loop_is_that_of_its_turns(monkeypatch: pytest.MonkeyPatc
 )
 def test_a_launch_runs_when_all_ranks_do(phases: tuple[Phase, ...], said: str) -> None:
     board = Board.create(2)
-    spec = SimpleNamespace(name="train()", local_world_size=2, rank_start=0)
+    spec = SimpleNamespace(call=SimpleNamespace(name="train()"), local_world_size=2, rank_start=0)
     outcome: Any = SimpleNamespace(spec=spec, failures=[], stopped=[])
     for local_rank, phase in enumerate(phases):
         board[local_rank] = phase
@@ -58,7 +58,7 @@ def test_a_launch_runs_when_all_ranks_do(phases: tuple[Phase, ...], said: str) -
 )
 def test_imports_of_ranks_are_told(module: str, said: str) -> None:
     board = Board.create(2)
-    spec = SimpleNamespace(name="train()", local_world_size=2, rank_start=0)
+    spec = SimpleNamespace(call=SimpleNamespace(name="train()"), local_world_size=2, rank_start=0)
     outcome: Any = SimpleNamespace(spec=spec, failures=[], stopped=[])
     for local_rank in range(2):
         board[local_rank] = Phase.RUNNING

@@ -30,7 +30,7 @@ class DebuggedHandle(LaunchHandle):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._stopped = StoppedRanks(self.spec.name, self.relay.output.write, self._ask_who)
+        self._stopped = StoppedRanks(self.spec.call.name, self.relay.output.write, self._ask_who)
         self._prompts = self._stopped.prompts
         self._goes_on = True
         self._holds = False  # the deadline

@@ -87,7 +87,7 @@ class LaunchHandle:
 
     def _take_noticed(self, noticed: Noticed, failure: RankFailure | None) -> None:
         if failure is None:
-            self.relay.output.say(f"{self.spec.name} {noticed.what}")
+            self.relay.output.say(f"{self.spec.call.name} {noticed.what}")
         elif self.outcome.failed:
             return
         if self.parts is not None:
@@ -165,7 +165,7 @@ class LaunchHandle:
         except BaseException as interrupt:  # Ctrl-C, or what another signal handler raised: end the launch first
             self._cancel(interrupt.number if isinstance(interrupt, EndSignal) else 0)
             if self.outcome.stacks:
-                add_note(interrupt, f"{self.spec.name} was interrupted; {'; '.join(self.outcome.doing())}")
+                add_note(interrupt, f"{self.spec.call.name} was interrupted; {'; '.join(self.outcome.doing())}")
             self.outcome.interrupted_by(interrupt)
         return self.end()
 
@@ -173,7 +173,9 @@ class LaunchHandle:
         """Says how it ended, after its last word, and shows what ranks printed last; raises as ``drive``."""
         self._finish_output()
         if self.never_began and self.outcome.interrupt is None:
-            raise ServerGoneError(f"{self.outcome.broken or 'its agent left'} before it could start {self.spec.name}")
+            raise ServerGoneError(
+                f"{self.outcome.broken or 'its agent left'} before it could start {self.spec.call.name}"
+            )
         with interrupts.allowed():  # values are unpickled by user code
             ended = settle(self.outcome, self.report())
         report = report_of(ended.error) if ended.error is not None else None
@@ -212,7 +214,7 @@ class LaunchHandle:
 
     def _finish_output(self) -> None:
         """Shows what ranks printed last. Who does not read it holds up no error, nor the deadline."""
-        until = math.inf if self.spec.deadline is None else self.history.begun + self.spec.deadline
+        until = math.inf if self.spec.call.deadline is None else self.history.begun + self.spec.call.deadline
         try:
             self.relay.finish(0.0 if self.outcome.failed else until, stays=self.spec.stays)
         except BaseException as interrupt:
@@ -272,7 +274,7 @@ class LaunchHandle:
         """Kills what does not answer, as an agent that somebody has stopped; False if nobody is left to hear."""
         killed = self._limits.kill_if_overdue()
         if killed is not Killed.NONE and not self.outcome.broken:
-            late = self.outcome.interrupt is None and self.spec.deadline is not None
+            late = self.outcome.interrupt is None and self.spec.call.deadline is not None
             self.outcome.broken_by(self.server.silence, late=late)
         return killed is not Killed.NOTHING_LEFT
 
@@ -289,14 +291,14 @@ class LaunchHandle:
             self._watchers.hold(held=record.held)
         elif isinstance(record, PartSays):
             self._note(record)
-        if words := words_on(self.spec.name, record):
+        if words := words_on(self.spec.call.name, record):
             self.relay.output.say(words)
 
     def _note(self, record: PartSays) -> None:
         """Notes what a feature's part in the agent has to say."""
         from mlaunch.core.load import module_of  # which most launches do not need
 
-        note = module_of(record.feature, "caller").noted(record.news, self.spec.name)
+        note = module_of(record.feature, "caller").noted(record.news, self.spec.call.name)
         self.outcome.facts.update(note.facts)
         if note.words:
             self.relay.output.say(note.words)

@@ -19,7 +19,7 @@ from mlaunch.caller.report import notebook
 from mlaunch.protocol import token as tokens
 from mlaunch.protocol.messages.launch_messages import Ready
 from mlaunch.protocol.settings import of_this_process
-from mlaunch.protocol.spec import Context, LaunchSpec, Rendezvous, new_launch_id
+from mlaunch.protocol.spec import CallFacts, Context, LaunchSpec, Rendezvous, new_launch_id
 from mlaunch.rank.setup import device
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def plan(options: Options, machine: ThisMachine, name: str, environ: Mapping[str
     cluster = _cluster(options, environ, name) if world_size > placed.local_world_size else None
     return LaunchSpec(
         launch_id=new_launch_id(),
-        name=name,
+        call=CallFacts(name, options.deadline, attempt.time_left, options.seed, options.results == "rank0"),
         local_world_size=placed.local_world_size,
         world_size=world_size,
         rank_start=options.rank_start,
@@ -66,18 +66,14 @@ def plan(options: Options, machine: ThisMachine, name: str, environ: Mapping[str
         backend=device.choose_backend(options.backend, placed.device_type, machine.ready),
         timeout=options.timeout_seconds,
         grace_period=options.grace_period,
-        deadline=options.deadline,
-        time_left=attempt.time_left,
         restart_count=attempt.restart_count,
         max_restarts=options.max_restarts,
-        seed=options.seed,
         port=options.port,
         torch_version=machine.ready.torch_version,
         secret=os.urandom(16).hex() if cluster is None else cluster.token or "",
         context=context_of(environ),
         cluster=cluster,
         debug=debug_word(options.debug, world_size) or child_debugging.address(),
-        rank0_only=options.results == "rank0",
         sections={} if attempt.parts is None else attempt.parts.sections,
     )
 

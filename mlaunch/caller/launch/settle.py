@@ -89,7 +89,7 @@ def _values(outcome: Outcome) -> list[Any]:
     if outcome.silent and spec.command is None:
         ranks = ", ".join(map(str, sorted(outcome.silent)))
         warn_caller(
-            f"{len(outcome.silent)} of {spec.local_world_size} ranks of {spec.name} exited with code 0 "
+            f"{len(outcome.silent)} of {spec.local_world_size} ranks of {spec.call.name} exited with code 0 "
             f"without returning a value (ranks {ranks}); their results are None"
         )
     values = []
@@ -100,7 +100,7 @@ def _values(outcome: Outcome) -> list[Any]:
             raise _error(
                 outcome,
                 LaunchError,
-                f"the value that rank {rank} of {spec.name} returned cannot be unpickled here: "
+                f"the value that rank {rank} of {spec.call.name} returned cannot be unpickled here: "
                 f"{type(error).__name__}: {str(error).rstrip('.')}{of_value(error)}",
                 "not_picklable",
             ) from error
@@ -116,9 +116,9 @@ def _lacking(outcome: Outcome) -> list[int]:
 
 def _lacks_values(outcome: Outcome, ranks: Sequence[int]) -> LaunchError:
     spec, has = outcome.spec, "values have" if len(ranks) > 1 else "value has"
-    what = f"did not finish within its deadline of {spec.deadline:g} s" if outcome.late else "has ended"
+    what = f"did not finish within its deadline of {spec.call.deadline:g} s" if outcome.late else "has ended"
     kind = LaunchTimeout if outcome.late else LaunchError
-    text = f"{spec.name} {what}, and the {has} not come of {name_ranks(ranks)}"
+    text = f"{spec.call.name} {what}, and the {has} not come of {name_ranks(ranks)}"
     return _error(outcome, kind, text, "" if outcome.late else "lost")
 
 
@@ -131,7 +131,7 @@ def _warn_of_ends(outcome: Outcome) -> None:
     if hung := sorted(outcome.stopped):
         words = "their values but did not end, and were" if len(hung) > 1 else "its value but did not end, and was"
         told.append(f"{name_some_ranks(hung)} had returned {words} ended")
-    lines = [f"{outcome.spec.name}: {'; '.join(told)}. No value is lost", *outcome.doing()]
+    lines = [f"{outcome.spec.call.name}: {'; '.join(told)}. No value is lost", *outcome.doing()]
     lines += [f"a longer grace_period= than {outcome.spec.grace_period:g} s leaves more time to end"] if hung else []
     crash = next((failure.traceback.rstrip() for failure in outcome.late_ends if failure.traceback), "")
     warn_caller("\n  ".join([*lines, *crash.splitlines()]))
@@ -139,11 +139,11 @@ def _warn_of_ends(outcome: Outcome) -> None:
 
 def reason_of(outcome: Outcome) -> str:
     """Says what ended it other than an interrupt or a rank; "": nothing did. Reads no value."""
-    name = outcome.spec.name
+    name = outcome.spec.call.name
     if outcome.refused is not None:
         return f"{name} was not started: {outcome.refused.text}"
     if outcome.late and (outcome.stopped or outcome.broken):
-        return f"{name} did not finish within its deadline of {outcome.spec.deadline:g} s; {_who_is_late(outcome)}"
+        return f"{name} did not finish within its deadline of {outcome.spec.call.deadline:g} s; {_who_is_late(outcome)}"
     return f"{name} was ended: {outcome.broken}" if outcome.broken and not outcome.failures else ""
 
 
@@ -168,7 +168,8 @@ def _raise_timeout(outcome: Outcome, reason: str) -> None:
 def _late_ranks(outcome: Outcome, blamed: Collection[int]) -> list[RankFailure]:
     """Return the ranks that had not finished, those that the others waited for first."""
     spec, late = outcome.spec, outcome.stopped - outcome.values.keys() or outcome.stopped
-    what = f"had not {'ended' if late <= outcome.values.keys() else 'returned'} at the deadline of {spec.deadline:g} s"
+    at_deadline = f"at the deadline of {spec.call.deadline:g} s"
+    what = f"had not {'ended' if late <= outcome.values.keys() else 'returned'} {at_deadline}"
     found = []
     for rank in sorted(late, key=lambda rank: (rank not in blamed, rank)):
         dump = outcome.stacks.get(rank)
@@ -197,7 +198,7 @@ def _raise_failure(outcome: Outcome) -> None:
     failed = [*ends, *failed] if failed[0].consequence else [*failed, *ends]
     outcome.failures = [_completed(failure) for failure in failed]
     cause = outcome.failures[0] = _with_output(outcome, outcome.failures[0])
-    text = FailureText(outcome.spec.name, outcome.failures, outcome.doing())
+    text = FailureText(outcome.spec.call.name, outcome.failures, outcome.doing())
     report = _error(outcome, LaunchTimeout if cause.late else LaunchError, str(text))
     remote = outcome.raised.get(cause.rank) if cause.rank is not None else None
     if remote is None or remote.pickled is None:
@@ -207,7 +208,7 @@ def _raise_failure(outcome: Outcome) -> None:
         error: BaseException = pickle.loads(remote.pickled)
     except (Exception, SystemExit):  # its class does not exist here, or cannot be made: the text must do
         raise report from None
-    add_note(error, f"raised by {cause.who} of {outcome.spec.name} ({cause.place})")
+    add_note(error, f"raised by {cause.who} of {outcome.spec.call.name} ({cause.place})")
     for hint in hints_of(cause):
         add_note(error, hint)
     raise error from report
@@ -237,7 +238,9 @@ def _launch_of(outcome: Outcome) -> FailedLaunch:
     done = {rank: "had returned its value" for rank in outcome.values} | {rank: "had ended" for rank in outcome.silent}
     known = {*failed, *(other.rank for other in others)}
     others += [OtherRank(rank, Phase.RETURNED.value, said) for rank, said in done.items() if rank not in known]
-    return FailedLaunch(spec.name, spec.launch_id, spec.restart_count, tuple(sorted(others, key=lambda one: one.rank)))
+    return FailedLaunch(
+        spec.call.name, spec.launch_id, spec.restart_count, tuple(sorted(others, key=lambda one: one.rank))
+    )
 
 
 def _with_results(outcome: Outcome, interrupt: BaseException) -> BaseException:
@@ -245,7 +248,7 @@ def _with_results(outcome: Outcome, interrupt: BaseException) -> BaseException:
     if len(outcome.values) == outcome.spec.local_world_size:
         with contextlib.suppress(AttributeError):  # a class with slots, raised by another signal's handler
             interrupt.results = _results(outcome)  # type: ignore[attr-defined]  # as LaunchError has them
-            text = f"all ranks of {outcome.spec.name} had returned their values: the exception's .results, by rank"
+            text = f"all ranks of {outcome.spec.call.name} had returned their values: the exception's .results, by rank"
             add_note(interrupt, text)
     return interrupt
 

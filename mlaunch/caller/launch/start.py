@@ -103,7 +103,7 @@ def _send_call(server: ForkServer, agent: LaunchersEnd, spec: LaunchSpec, call: 
             agent.try_send(BeginCall(details_of(spec, len(held))), [*memfds, *held])
     except BaseException as error:
         agent.close()
-        name_culprit(error, call, spec.name)
+        name_culprit(error, call, spec.call.name)
         raise
     server.adopt(agent)
 
@@ -127,9 +127,9 @@ def send_launch(
     try:
         return server.launch(spec, call, following, more=more, held=held)
     except (BrokenPipeError, ConnectionResetError) as error:
-        raise ServerGoneError(f"{server.describe_end()} before it could start {spec.name}") from error
+        raise ServerGoneError(f"{server.describe_end()} before it could start {spec.call.name}") from error
     except Exception as error:
-        name_culprit(error, call, spec.name)
+        name_culprit(error, call, spec.call.name)
         raise
 
 

@@ -131,7 +131,7 @@ def output_plan(options: Options, spec: LaunchSpec, place: LivePlace | None = No
         rich = load.at_hand("display", "caller")
     if rich is not None:
         policies[0, rich.STREAM] = Policy(shown=policies[0, 1].shown)
-    name = spec.name.rpartition(".")[2].removesuffix("()")
+    name = spec.call.name.rpartition(".")[2].removesuffix("()")
     bars = place or place_of(options)
     prefix, remember = _prefix(spec, trial), output != "raw"
     return OutputPlan(policies, prefix, directory, area=bars, name=name, trial=trial, remember=remember, rich=rich)

@@ -77,7 +77,7 @@ class Queue:
             if others_follow and call.moves:
                 self._left.append(call)
             elif call.begin():
-                self.settle(call, functools.partial(Ended, report, [], lost(call.spec.name, why)))
+                self.settle(call, functools.partial(Ended, report, [], lost(call.spec.call.name, why)))
             else:
                 call.cancel()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import os
 from typing import Any
 
@@ -40,7 +39,7 @@ def ask_idle(ranks: RankSet, call: Call, patience: float) -> list[Any] | None:
 
 def _submit(ranks: RankSet, session: RanksLaunch, call: Call) -> RanksFuture | None:
     """Begins the call at once, or not at all."""
-    spec = dataclasses.replace(session.handle.idle_spec, name=call.name)
+    spec = session.handle.idle_spec.called(name=call.name)
     to = Destination(session.launch_id, call.name, spec.world_size)
     content = pickle_call(to, call.name, Call(calls.portable(call.function), call.args, call.kwargs))
     future = RanksFuture()

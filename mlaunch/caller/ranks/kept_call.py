@@ -142,7 +142,7 @@ class KeptCall:
 
     @property
     def name(self) -> str:
-        return self.spec.name
+        return self.spec.call.name
 
     def attach(self, future: RanksFuture | None) -> None:
         """Takes the future of this call; again, if other ranks are to run it."""
@@ -181,7 +181,7 @@ class KeptCall:
             try:
                 _resolve(self.future, ended)
             except BaseException:  # sys.exit in a callback: whoever drives has to drive on
-                log.exception("a callback of the future of %s raised", self.spec.name)
+                log.exception("a callback of the future of %s raised", self.spec.call.name)
         self._end()
 
     def cancel(self) -> None:

@@ -65,17 +65,17 @@ class KeptHandle(DirectHandle):
         self.ahead = self._by_itself and self.relay.output.serves(call.plan)
         if self.ahead:
             self._call, self._told = call, {}
-            if call.spec.deadline is not None or self._limits.deadline is not None:
+            if call.spec.call.deadline is not None or self._limits.deadline is not None:
                 self._limit(call.spec)
         else:
             self._turn(call.plan, call.spec)
-        if call.spec.name != self._name:  # to compare costs less than to write
-            self._name = call.spec.name
+        if call.spec.call.name != self._name:  # to compare costs less than to write
+            self._name = call.spec.call.name
             self._show_name()
         if self._by_itself and board is not None:
             self._direct.send(board, call.number, content)
         else:
-            self.agent.send(NextCall(call.number, call.spec.deadline, content.data), content.fds())
+            self.agent.send(NextCall(call.number, call.spec.call.deadline, content.data), content.fds())
         self._send_words()
 
     def finish(self) -> tuple[Callable[[], Ended], str]:
@@ -205,8 +205,8 @@ class KeptHandle(DirectHandle):
     def _limit(self, spec: LaunchSpec) -> None:
         """Begins to count for a call, which has begun before; keeps the deadline where no agent does."""
         agent, grace_period = self._limits.agent, spec.grace_period + max(spec.grace_period, _CHECK_TIMEOUT)
-        late = self._end_late if self._by_itself and spec.deadline is not None else None
-        self._limits = Limits(grace_period, spec.deadline, self.server.kill, agent, late, self._begun)
+        late = self._end_late if self._by_itself and spec.call.deadline is not None else None
+        self._limits = Limits(grace_period, spec.call.deadline, self.server.kill, agent, late, self._begun)
         self._limits.hold(self._watchers.held)
 
     def _show(self, record: AgentSays, fds: Sequence[int]) -> None:

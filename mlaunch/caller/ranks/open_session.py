@@ -50,7 +50,7 @@ def open_session(options: Options, rules: StayRules, surroundings: Context | Non
             with StartingLine("Ranks", place) as line:
                 machine = ThisMachine(server.ready(None, line.show), server.count_devices)
             spec = planned(Grant(options, environ), machine, "Ranks", Attempt(0, None))
-            spec = dataclasses.replace(spec, name=f"Ranks ({spec.world_size})", deadline=None, stays=True)
+            spec = dataclasses.replace(spec.called(name=f"Ranks ({spec.world_size})", deadline=None), stays=True)
             spec = dataclasses.replace(spec, context=surroundings or spec.context)
             history.ready = time.monotonic()
             plan = output_plan(options.replaced({"log_dir": None}), spec, place)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import itertools
 import os
 import sys
@@ -197,7 +196,7 @@ class RankSet:
         known = (session, options, name)
         if self._known is not None and self._known[0] == known:
             return self._known[1]
-        spec = dataclasses.replace(session.handle.idle_spec, name=name, deadline=options.deadline)
+        spec = session.handle.idle_spec.called(name=name, deadline=options.deadline)
         found = spec, session.handle.adapt_output(output_plan(options, spec))
         self._known = (known, found) if found[1].directory is None and found[1].area is None else None
         return found

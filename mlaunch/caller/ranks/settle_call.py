@@ -16,7 +16,7 @@ from mlaunch.protocol.spec import LaunchSpec
 def settle_call(outcome: Outcome, report: Callable[[], LaunchReport]) -> Ended:
     """Settles a call by all that was heard of it."""
     if outcome.interrupt is not None and outcome.stacks:
-        add_note(outcome.interrupt, f"{outcome.spec.name} was interrupted; {'; '.join(outcome.doing())}")
+        add_note(outcome.interrupt, f"{outcome.spec.call.name} was interrupted; {'; '.join(outcome.doing())}")
     try:
         return settle(outcome, report)
     finally:
@@ -32,7 +32,7 @@ def settle_lost(
     finally:
         outcome.close()
     if ended.error is None:
-        return Ended(report, [], RanksLost(f"{outcome.spec.name} was ended: {why}"))
+        return Ended(report, [], RanksLost(f"{outcome.spec.call.name} was ended: {why}"))
     if note is not None:
         told = str(report_of(ended.error) or "")
         note(ended.error, why, doing=[line for line in outcome.doing() if line not in told])

@@ -149,7 +149,7 @@ class History:
         facts: Mapping[str, Any] = _NOTHING,
     ) -> LaunchReport:
         return LaunchReport(
-            name=spec.name,
+            name=spec.call.name,
             host=", ".join(dict.fromkeys(self.hosts.values())) or os.uname().nodename,
             seconds=now - self.begun,
             restart_count=spec.restart_count,

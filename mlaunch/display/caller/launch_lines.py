@@ -24,7 +24,7 @@ def status_lines(outcome: Outcome, history: History, waiting: str, *, over: bool
     spec = outcome.spec
     size, gone = spec.local_world_size, len(history.gone)
     phase = _end(outcome) if over or gone == size else _phase(outcome, history, waiting)
-    line = f"{spec.name}  {on_a_clock(time.monotonic() - history.begun)}  {phase}"
+    line = f"{spec.call.name}  {on_a_clock(time.monotonic() - history.begun)}  {phase}"
     done = f", {gone} of {size} ranks done" if 0 < gone < size else ""
     return [line + done, *loops(history.board, spec.rank_start, size, history.begun)]
 

@@ -138,9 +138,10 @@ class Cluster:
             found = [session for there, session in self._sessions if not set(there).isdisjoint(machines)]
         for session in found:
             if not session.rules.yields:
+                who = session.handle.idle_spec.call.name
                 raise misuse(LaunchError(
-                    f"these machines are in use by {session.handle.idle_spec.name}, which stay until they are closed: "
-                    f"call them, or close() them before others run here"
+                    f"these machines are in use by {who}, which stay until they are closed: call them, or close() them "
+                    f"before others run here"
                 ))  # fmt: skip
             _end(session)
 

@@ -15,7 +15,7 @@ from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.server.warm import warm_server
 from mlaunch.engines.wire.member_messages import AskOffer, Offer, Start
 from mlaunch.protocol.messages.prepared_messages import with_details
-from mlaunch.protocol.spec import LaunchSpec, ScriptTarget
+from mlaunch.protocol.spec import LaunchSpec, Nodes, ScriptTarget
 from mlaunch.rendezvous.address import addresses, identity, is_taken
 
 _STREAMS = (1, 2)
@@ -61,7 +61,7 @@ class MachinePlan:
             "port": 0 if alone else order.port,
             "token": order.token,
         }
-        attempt = Attempt(order.restart_count, order.details.time_left)
+        attempt = Attempt(order.restart_count, order.details.call.time_left)
         spec = plan(self._options.replaced(own), self._machine, self._order.name, self._environ, attempt)
         spec = with_details(spec, order.details)
         # A script's modules are looked for beside it first, a function's where the machine has its own.
@@ -80,7 +80,7 @@ class MachinePlan:
 def _of_command(spec: LaunchSpec, command: ScriptTarget, order: Start) -> LaunchSpec:
     """Returns the launch of a command, which binds its devices itself."""
     own = dataclasses.replace(command, run_id=command.run_id or spec.launch_id, temporary=tempfile.gettempdir())
-    return dataclasses.replace(spec, device_type="", command=own, node_rank=order.node_rank, num_nodes=order.num_nodes)
+    return dataclasses.replace(spec, device_type="", command=own, nodes=Nodes(order.node_rank, order.num_nodes))
 
 
 def _free_port() -> int:

@@ -44,7 +44,7 @@ class CallTrace(CallerPart):
         """Raise ValueError if ranks are to be profiled that there will not be."""
         self._begun.clear()
         ranks, order = spec.world_size, self.section
-        if order.ranks is not None and max(order.ranks) >= ranks and not spec.count_machines:
+        if order.ranks is not None and max(order.ranks) >= ranks and not spec.nodes.guessed:
             wanted = self._spell("profile_ranks", order.ranks)
             raise ValueError(f"{wanted} with ranks 0 to {ranks - 1}: allowed: these")
 

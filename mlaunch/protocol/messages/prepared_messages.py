@@ -14,7 +14,7 @@ from dataclasses import field
 
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol.settings import Settings
-from mlaunch.protocol.spec import LaunchSpec
+from mlaunch.protocol.spec import CallFacts, LaunchSpec
 
 
 @frozen_record
@@ -32,11 +32,7 @@ class PrepareNext:
 class Details:
     """What of a launch may be known only with its call; see LaunchSpec."""
 
-    name: str
-    deadline: float | None
-    time_left: float | None
-    seed: int | str | None
-    rank0_only: bool
+    call: CallFacts
     argv: tuple[str, ...]
     settings: Settings = ()
     source: str = ""
@@ -59,10 +55,9 @@ class CallBegun:
 
 def details_of(spec: LaunchSpec, held: int = 0) -> Details:
     """Returns a launch's details. ``held``: descriptors that its processes are to hold."""
-    own = spec.name, spec.deadline, spec.time_left, spec.seed, spec.rank0_only
     context = spec.context
     environ = {name: context.environ[name] for name in context.of_call}
-    return Details(*own, context.argv, context.settings, context.source, context.given, environ, held)
+    return Details(spec.call, context.argv, context.settings, context.source, context.given, environ, held)
 
 
 def with_details(spec: LaunchSpec, details: Details) -> LaunchSpec:
@@ -71,13 +66,10 @@ def with_details(spec: LaunchSpec, details: Details) -> LaunchSpec:
     own = {name: getattr(details, name) for name in ("argv", "settings", "source", "given")}
     environ, of_call = {**bare, **details.environ}, tuple(details.environ)
     context = dataclasses.replace(spec.context, environ=environ, of_call=of_call, **own)
-    given = vars(details) | {"context": context}
-    for name in (*own, "environ", "held"):
-        del given[name]
-    return dataclasses.replace(spec, **given)
+    return dataclasses.replace(spec, call=details.call, context=context)
 
 
 def shape_of(spec: LaunchSpec) -> LaunchSpec:
     """Returns the launch less its details and what is its own: of two that are equal then, one can serve the other."""
-    bare = with_details(spec, Details("", None, None, None, False, ()))
+    bare = with_details(spec, Details(CallFacts("", None), ()))
     return dataclasses.replace(bare, launch_id="", secret="")

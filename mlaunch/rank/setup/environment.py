@@ -37,9 +37,9 @@ def of_rank(spec: LaunchSpec, local_rank: int, address: str, port: object) -> di
     launch = {
         "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": spec.world_size,
-        "GROUP_RANK": spec.node_rank,
-        "GROUP_WORLD_SIZE": spec.num_nodes,
-        "NODE_RANK": spec.node_rank,
+        "GROUP_RANK": spec.nodes.rank,
+        "GROUP_WORLD_SIZE": spec.nodes.count,
+        "NODE_RANK": spec.nodes.rank,
         "ROLE_NAME": "default",
         "TORCHELASTIC_RESTART_COUNT": spec.restart_count,
         "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
@@ -58,8 +58,9 @@ def _strings(values: Mapping[str, object]) -> dict[str, str]:
 def _defaults(spec: LaunchSpec, local_rank: int) -> dict[str, str]:
     environ = spec.context.environ
     chosen = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-    if spec.interface:  # "lo" on one machine: NCCL's ranks would meet on the first interface, where others reach it
-        chosen |= {"GLOO_SOCKET_IFNAME": spec.interface, "NCCL_SOCKET_IFNAME": spec.interface}
+    interface = spec.nodes.interface
+    if interface:  # "lo" on one machine: NCCL's ranks would meet on the first interface, where others reach it
+        chosen |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     found = {name: value for name, value in chosen.items() if name not in environ}
     if tcp_store.lacks_libuv:  # then torch's own store raises in all ranks that do not know it
         found[tcp_store.VARIABLE] = "0"

@@ -88,7 +88,7 @@ def meet_and_join(
     dist.set_debug_level_from_env()  # torch read it when the fork server imported it
     member = Membership(spec.rank(local_rank), spec.world_size, spec.backend, spec.timeout, bound)
     # Where the ranks' interface is known, no name is looked up for anything that matters.
-    with name_lookup.from_files_only() if spec.interface else contextlib.nullcontext():
+    with name_lookup.from_files_only() if spec.nodes.interface else contextlib.nullcontext():
         client = _meet(spec, rendezvous, member, f"{spec.launch_id}/{again}")
     if again and member.rank == 0:  # all are in the new group
         client.drop(f"{spec.launch_id}/{before}")
@@ -102,7 +102,7 @@ def _meet(spec: LaunchSpec, rendezvous: tuple[str, int], member: Membership, nam
     client.arrive(member.rank)
     try:
         join_world(client.store, member)
-        local_group = load.at_hand("comm", "rank.local_group") if spec.num_nodes > 1 else None
+        local_group = load.at_hand("comm", "rank.local_group") if spec.nodes.count > 1 else None
         if local_group is not None:
             local_group.form(list(range(spec.rank_start, spec.rank_start + spec.local_world_size)))
         # gloo lets a rank go while others still greet it; one that then returned at once would break their groups.

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from mlaunch.base.text import ranges
 from mlaunch.caller.launch.plan import Attempt, ThisMachine
 from mlaunch.protocol.messages.launch_messages import Ready
-from mlaunch.protocol.spec import LaunchSpec
+from mlaunch.protocol.spec import LaunchSpec, Nodes
 from mlaunch.rank.joining.recognise import OWNER
 from mlaunch.rank.setup import device
 from mlaunch.run.command.job import Job
@@ -72,7 +72,8 @@ def _environment(
     if spec.command is None:
         return {}
     port = job.port if job.nodes == 1 and job.port else _AT_THE_START
-    known = dataclasses.replace(spec, interface="lo" if job.nodes == 1 else _AT_THE_START)
+    nodes = Nodes(job.node_rank, job.nodes, interface="lo" if job.nodes == 1 else _AT_THE_START)
+    known = dataclasses.replace(spec, nodes=nodes)
     found = environ_of(known, spec.command, local_rank, ("127.0.0.1", port), runtime)
     found.setdefault("OMP_NUM_THREADS", str(device.threads_of(spec.local_world_size)))
     del found[OWNER]  # the rank's own process

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from mlaunch.base.linux import working_directory
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.cli.checks import UsageError
-from mlaunch.protocol.spec import Context, LaunchSpec, ScriptTarget
+from mlaunch.protocol.spec import Context, LaunchSpec, Nodes, ScriptTarget
 from mlaunch.run.command.job import Job
 
 
@@ -42,9 +42,7 @@ def spec_of(
         device_type="",
         command=command,
         context=context,
-        node_rank=job.node_rank,
-        num_nodes=job.nodes,
-        count_machines=job.nodes > 1,
+        nodes=Nodes(job.node_rank, job.nodes, guessed=job.nodes > 1),
     )
     try:
         if attempt.parts is not None:

@@ -91,12 +91,12 @@ def _on_kept_ranks(options: Options, call: Call, name: str, number: Attempt, cou
 
 
 def _granted(course: RunCourse, grant: Grant) -> Grant:
-    more = course.row is not None and len(course.row) > 1
+    more = (course.row is not None and len(course.row) > 1) or course.has_followers()
     _leave_row(course)
     course.starting = True
     go_on(course)
     course.begins()
-    return dataclasses.replace(grant, more=more or course.has_followers())
+    return dataclasses.replace(grant, more=more)
 
 
 def output_of(options: Options, spec: LaunchSpec, course: RunCourse) -> OutputPlan:

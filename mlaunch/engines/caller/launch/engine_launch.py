@@ -35,7 +35,7 @@ from mlaunch.protocol import settings
 from mlaunch.protocol import token as tokens
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.messages.prepared_messages import details_of
-from mlaunch.protocol.spec import Context, LaunchSpec, ScriptTarget, new_launch_id
+from mlaunch.protocol.spec import CallFacts, Context, LaunchSpec, ScriptTarget, new_launch_id
 from mlaunch.rendezvous.address import LOOPBACK
 
 # What this process does with a launch, which machines need not know; or what an engine decides.
@@ -155,7 +155,7 @@ class MachinesLaunch:
                 for machine in machines:
                     machine.stream.send(self._start(spec, machine, meet_at), memfds[0] if memfds else -1)
         except Exception as error:
-            name_culprit(error, call, spec.name)
+            name_culprit(error, call, spec.call.name)
             raise
         return spec, history
 
@@ -213,7 +213,13 @@ class MachinesLaunch:
         """Returns the launch as this process sees it: one machine with all ranks."""
         return LaunchSpec(
             launch_id=new_launch_id(),
-            name=self.work.name,
+            call=CallFacts(
+                self.work.name,
+                self.options.deadline,
+                self.number.time_left,
+                self.options.seed,
+                self.options.results == "rank0",
+            ),
             local_world_size=sum(one.local_world_size for one in prepared),
             world_size=sum(one.local_world_size for one in prepared),
             rank_start=0,
@@ -222,16 +228,12 @@ class MachinesLaunch:
             backend="",
             timeout=self.options.timeout_seconds,
             grace_period=self.options.grace_period,
-            deadline=self.options.deadline,
-            time_left=self.number.time_left,
             restart_count=self.number.restart_count,
             max_restarts=self.options.max_restarts,
-            seed=self.options.seed,
             port=0,
             torch_version=prepared[0].torch_version,
             secret=tokens.draw(),  # long enough to be used without scrypt
             context=self._context(),
-            rank0_only=self.options.results == "rank0",
             command=self.work.command,
             sections=load.sections_of(self.options, self.number.parts),
         )

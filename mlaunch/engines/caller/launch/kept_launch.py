@@ -78,7 +78,7 @@ class _RanksLaunch(MachinesLaunch):
 
     def _spec(self, prepared: Sequence[Offer]) -> LaunchSpec:
         spec = super()._spec(prepared)
-        return replace(spec, name=f"Ranks ({spec.world_size})", deadline=None, stays=True)
+        return replace(spec.called(name=f"Ranks ({spec.world_size})", deadline=None), stays=True)
 
 
 def open_on_machines(

@@ -101,8 +101,8 @@ class Lookout:
         """Says why nobody debugs ranks from here."""
         hosts = ", ".join(sorted({machine.host for machine in self._machines}))
         return (
-            f"the ranks of {self._spec.name} were started by an engine on {hosts}, which mlaunch debug does not reach "
-            f"from here. Run it on the rank's machine: mlaunch debug {self._spec.launch_id[:_ID_SHOWN]} RANK"
+            f"the ranks of {self._spec.call.name} were started by an engine on {hosts}, which mlaunch debug does not "
+            f"reach from here. Run it on the rank's machine: mlaunch debug {self._spec.launch_id[:_ID_SHOWN]} RANK"
         )
 
     def obey(self, record: AgentHears, there: Sequence[Machine], launcher: AgentsEnd) -> bool:
@@ -149,7 +149,7 @@ class Lookout:
             ranks += [{**rank, "host": machine.host} for rank in known]
         return {
             "id": self._spec.launch_id,
-            "function": self._spec.name,
+            "function": self._spec.call.name,
             "age": round(time.monotonic() - self._start, 3),
             "caller": os.getpid(),
             "agent": os.getpid(),
