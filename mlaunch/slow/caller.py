@@ -27,7 +27,7 @@ class SlowPart(CallerPart):
 
     def planned(self, spec: LaunchSpec) -> None:
         """Raise ValueError where ranks of other machines take part, with which nobody here compares ours."""
-        if spec.world_size != spec.local_world_size or spec.count_machines:
+        if spec.world_size != spec.local_world_size or spec.nodes.guessed:
             raise ValueError(f"{self._asked} with ranks on several machines: only ranks of one machine are compared; "
                              f"allowed: a launch on this machine")  # fmt: skip
 
