@@ -6,7 +6,7 @@
 
 It counts what runs from the second call of a function (the first one starts the fork server) until its agent has ended.
 Nothing is prepared, so that no earlier call helps. Of the ranks, both count as one. It also counts the modules of
-mlaunch that are loaded after the call, in the caller and in a rank, and names the features that are among them.
+mlaunch that are loaded after the call, in the caller and in a rank, and names the folders that these are in.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import mlaunch
-from mlaunch.features import FEATURES
 from tests import hop_trace
 from tests.processes import children, wait_until
 
@@ -38,16 +37,16 @@ class Function:
 
 @dataclass
 class Counted:
-    """What ran, in the order of the first calls, by role; how many modules were loaded, and of which features."""
+    """What ran, in the order of the first calls, by role; how many modules were loaded, from which folders."""
 
     functions: dict[str, dict[Function, None]]
     modules: dict[str, int]
-    features: dict[str, list[str]]
+    folders: dict[str, list[str]]
 
     def row(self, role: str) -> str:
         found = self.functions[role] if role in self.functions else _union(self.functions)
         loaded = f", {self.modules[role]} modules loaded" if role in self.modules else ""
-        loaded += f", with {' '.join(self.features[role]) or 'no feature'}" if loaded else ""
+        loaded += f" from {' '.join(self.folders[role])}" if loaded else ""
         return f"{role}: {len(found)} functions in {len({one.file for one in found})} files{loaded}"
 
 
@@ -55,8 +54,8 @@ def modules_loaded() -> int:
     return sum(name.partition(".")[0] == "mlaunch" for name in sys.modules)
 
 
-def features_loaded() -> list[str]:
-    return [feature.name for feature in FEATURES if f"mlaunch.{feature.name}" in sys.modules]
+def folders_loaded() -> list[str]:
+    return sorted({name.split(".")[1] for name in sys.modules if name.startswith("mlaunch.") and name.count(".") > 1})
 
 
 def counted() -> Counted:
@@ -73,16 +72,16 @@ def counted() -> Counted:
         ranks = call()
         hop_trace.stop()
         modules = {"caller": modules_loaded(), "rank": max(number for _, _, number, _ in ranks)}
-        features = {"caller": features_loaded(), "rank": ranks[0][3]}
+        folders = {"caller": folders_loaded(), "rank": ranks[0][3]}
         _until_over()
         text = Path(path).read_text()
         [server] = children(os.getpid())
         roles = {os.getpid(): "caller", server: "fork server", **{ranks[0][1]: "agent"}}
-        return Counted(_by_role(text, {**roles, **{pid: "rank" for pid, *_ in ranks}}), modules, features)
+        return Counted(_by_role(text, {**roles, **{pid: "rank" for pid, *_ in ranks}}), modules, folders)
 
 
 def _in_a_rank() -> tuple[int, int, int, list[str]]:
-    return os.getpid(), os.getppid(), modules_loaded(), features_loaded()
+    return os.getpid(), os.getppid(), modules_loaded(), folders_loaded()
 
 
 def _until_over() -> None:

@@ -344,6 +344,11 @@ def number_of(held: Held) -> int:
     return held._number
 
 
+def feature_names() -> set[str]:
+    """The features that the package has."""
+    return {one.name for one in import_module("mlaunch.features").FEATURES}
+
+
 def reports_of(calls: Any) -> Any:
     """The reports that ranks that stay, or a decorated function, keep for their ``history``."""
     return calls._set.reports if hasattr(calls, "_set") else calls._calls.reports

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.text import columns, filled, name_some_ranks, shown
-from mlaunch.caller.report import as_data
 from mlaunch.caller.running_launches import ID_SHOWN, ask, facts_of, place_of_rank, title_of
+from mlaunch.cli import as_data
 from mlaunch.cli.chosen_launches import CALLER, add_choice, nothing, of_caller, pid, print_json, which
 from mlaunch.core import load
 from mlaunch.protocol.visitors import END, STATUS

@@ -1,4 +1,4 @@
-"""How what a rank displays (a table, a figure) travels to the notebook that called: one line for each, in a pipe.
+"""How what a rank displays (a table, a figure) gets to the notebook that called: one line for each, in a pipe.
 
 ``<monotonic seconds> <JSON>``: what IPython's ``display_pub.publish`` takes, or ``{"clear": wait}``. A line begins with
 a line feed, too: one that was interrupted spoils no other.

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from mlaunch.base.failure_data import named
 from mlaunch.base.text import shown
 from mlaunch.caller.options.trouble_options import parse_stall
-from mlaunch.caller.report import as_data
 from mlaunch.caller.running_launches import facts_of, title_of, whole
+from mlaunch.cli import as_data
 from mlaunch.cli.checks import UsageError
 from mlaunch.cli.chosen_launches import add_choice, asked, nothing, print_json
 from mlaunch.insight.wire import ALL_STACKS, STACKS, WHY, StallTerms

@@ -6,7 +6,7 @@ import pytest
 
 from mlaunch import LaunchError
 from mlaunch.base.exceptions import RankFailure
-from mlaunch.caller.report import as_data
+from mlaunch.cli import as_data
 from mlaunch.run.command.statuses import status_of
 from tests import schema
 

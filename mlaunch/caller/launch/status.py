@@ -16,7 +16,7 @@ _NAMES = 3  # that are shown
 
 
 def words_on(name: str, record: AgentSays) -> str:
-    """Says what the user of the launch is told of a record; "": nothing."""
+    """Return what to say of a record to the user of the launch; "": nothing."""
     if isinstance(record, NamesLeft):
         return _names_left(name, record)
     if isinstance(record, Visited):

@@ -84,15 +84,12 @@ class StartingLine:
         self._name = name
         self._lines = None if place is None else place.lines(time.monotonic())
         self._shown = self._logged = False
+        # Until there is a word of a wait. The end of the call before is a short one, and no news in a log.
+        self.silence = SILENCE if place is None else 0.0
 
     def show(self) -> None:
         """Show that the call has begun, and what it waits for."""
         self.tell(f"{self._name}  starting: importing torch")
-
-    @property
-    def silence(self) -> float:
-        """Seconds before there is a word of a wait. The end of the call before is a short one, and no news in a log."""
-        return 0.0 if self._lines is not None else SILENCE
 
     def tell_wait(self, text: str) -> None:
         """Show for what the call waits; once, in the log, where no lines change: it may be for hours."""

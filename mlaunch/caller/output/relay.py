@@ -139,7 +139,8 @@ class Relay:
 
         ``stays``: they do, and what they have printed until now is carried.
         """
-        self._wait_for_reader(until)
+        if not self.output.untouched:
+            self._wait_for_reader(until)
         self._await(None)
         if stays:
             self._read_round({fd for fd, _ in self._poll.poll(0)} & self._streams.keys())

@@ -39,7 +39,7 @@ class Area(LivePlace):
         raise NotImplementedError
 
     def forget(self) -> None:
-        """Begin anew: what was shown is gone."""
+        """Start again: what was shown is gone."""
         raise NotImplementedError
 
 
@@ -47,7 +47,7 @@ class DrawnLines(LiveLines):
     """Draws the lines when they are due. ``start``: when the launch began, on the caller's clock.
 
     Of launches at the same time, in several threads, the first has the place, and those who have parts of the same one.
-    One that finds it taken draws nothing, also later. Whoever prints makes room there.
+    One that finds it taken draws nothing, also later. A launch that prints makes room there.
     """
 
     def __init__(self, place: Area, start: float) -> None:

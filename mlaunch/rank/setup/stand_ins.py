@@ -1,4 +1,4 @@
-"""Has features stand in for modules that are of no use in a rank, where no notebook hears of what they show.
+"""Has features stand in for modules that only a notebook's own process can use.
 
 The feature's ``rank.py`` has ``spec_of(name, path)``, of a module to be imported in its place (None: that itself), and
 ``change(module)``, for one that is there already.
