@@ -203,7 +203,7 @@ class Watched(Watchers):
     """Those of a launch with these sections. ``sent``: what is asked of its agent."""
 
     def __init__(self, sections: dict[str, object], cluster: object = None) -> None:
-        self.sent: list[TellStatus] = []
+        self.sent = list[TellStatus]()
         launch: Any = SimpleNamespace(cluster=cluster, sections=sections)
         super().__init__(launch, self.sent.append, lambda *_: None)
 
