@@ -1,6 +1,6 @@
 """Ranks that are slowed, and runs in which none is: who is named, how soon, and who is not.
 
-    python -m tests.slow_ranks slowed [times of each way]
+    python -m tests.slow_ranks slowed [times of each way] [ways]
     python -m tests.slow_ranks healthy [runs]
     python -m tests.slow_ranks cost [pairs]
 
@@ -45,6 +45,8 @@ NEIGHBOURS = 4  # that the slowed rank has on its CPU
 STEP = 0.1  # seconds
 PATIENCE = 30.0  # seconds in which the slow rank is to be named
 SLOWER = 0.1  # by that part of a step
+WORK = 0.05  # the part of a step in which a rank computes
+ALL_WAYS = ("computing", "loader", "neighbour", "stop")
 
 
 def rest(seconds: float) -> None:
@@ -59,14 +61,14 @@ def burn(seconds: float) -> None:
 
 
 class Loaded(IterableDataset[int]):
-    """Its worker takes a step for each item, or longer, as the file says."""
+    """Its worker takes half of a step for each item, or more than one, as the file says."""
 
     def __init__(self, file: str) -> None:
         self._file = file
 
     def __iter__(self) -> Iterator[int]:
         while True:
-            rest(STEP * (1 + SLOWER * (Path(self._file).read_text() == "loader")))
+            rest(STEP * (1 + SLOWER if Path(self._file).read_text() == "loader" else 0.5))
             yield 0
 
 
@@ -78,8 +80,9 @@ def slowed_steps(place: str) -> None:
     while on.item():
         way = file.read_text()
         next(loader)
-        os.sched_setaffinity(0, CPUS[:1] if way == "neighbour" else CPUS[-1:])
-        burn(STEP * SLOWER / 2 * (3 if way == "computing" else 1))
+        os.sched_setaffinity(0, CPUS[:1] if way == "neighbour" else CPUS)
+        rest(STEP * (1 - WORK))
+        burn(STEP * (WORK + SLOWER * (way == "computing")))
         if way == "stop":
             file.write_text("")
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -130,7 +133,7 @@ def slow_down(rank: int, way: str, place: Path) -> float | None:
     return found
 
 
-def slowed(times: int) -> None:
+def slowed(times: int, *ways: str) -> None:
     """Slow one rank after the other, each way so often; between two wait until nobody is named."""
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         place = Path(directory)
@@ -141,7 +144,7 @@ def slowed(times: int) -> None:
         running = threading.Thread(target=call, args=(directory,))
         running.start()
         try:
-            for way in ("computing", "loader", "neighbour", "stop"):
+            for way in ways or ALL_WAYS:
                 found = []
                 for number in range(times):
                     while "for no rank" not in facts("slowed_steps").get("text", ""):
@@ -285,7 +288,7 @@ def cost(pairs: int) -> None:
               f"({(with_it - without) / 1e4:+.2%} of 10 ms)")  # fmt: skip
 
 
-WAYS: dict[str, Callable[[int], None]] = {"slowed": slowed, "healthy": healthy, "cost": cost}
+PROOFS: dict[str, Callable[..., None]] = {"slowed": slowed, "healthy": healthy, "cost": cost}
 
 if __name__ == "__main__":
-    WAYS[sys.argv[1]](int(sys.argv[2]) if sys.argv[2:] else 20)
+    PROOFS[sys.argv[1]](int(sys.argv[2]) if sys.argv[2:] else 20, *sys.argv[3:])

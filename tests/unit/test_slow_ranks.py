@@ -59,6 +59,22 @@ def test_one_long_wait() -> None:
     assert late.once == pytest.approx(1.999)
 
 
+def test_a_rank_that_tells_late() -> None:
+    """One that was stopped has told nothing meanwhile, and then of all the time."""
+    found = Comparison(30.0)
+    for step in range(12):
+        for rank in MEMBERS:
+            stopped = rank == 1 and step in {5, 6}
+            seconds = 3.0 if rank == 1 and step == 7 else 1.0
+            if not stopped:
+                found.take(rank, WaitsOfRank(seconds, 0.0 if rank == 1 or step != 7 else 2.0, {}))
+        found.conclude(float(step))
+    verdict = found.verdict(0.05)
+    assert verdict is not None
+    assert verdict.ranks == (1,)
+    assert verdict.part == pytest.approx(2 / 12)
+
+
 def test_what_is_old_does_not_count() -> None:
     found = compared(lambda step, rank: 0.2 if step < 20 and rank else 0.1, seconds=5.0)
     verdict = found.verdict(0.05)

@@ -141,11 +141,18 @@ class Comparison:
 
 
 def shares(looks: Iterable[WaitLook]) -> dict[int, float]:
-    """Return for which share of its time each rank has waited, of those that have told something at each look."""
+    """Return for which share of its time each rank has waited, of those that have told something at half of the looks.
+
+    A rank that was stopped, or whose C code held the interpreter lock, tells later of that time, too.
+    """
     told = [look.told for look in looks]
-    ranks = set.intersection(*map(set, told)) if told else set()
-    sums = {rank: (sum(each[rank][0] for each in told), sum(each[rank][1] for each in told)) for rank in sorted(ranks)}
-    return {rank: min(waited / elapsed, 1.0) for rank, (elapsed, waited) in sums.items() if elapsed > 0}
+    found = {}
+    for rank in sorted({rank for each in told for rank in each}):
+        own = [each[rank] for each in told if rank in each]
+        elapsed, waited = (sum(part) for part in zip(*own, strict=True))
+        if elapsed > 0 and 2 * len(own) >= len(told):
+            found[rank] = min(waited / elapsed, 1.0)
+    return found
 
 
 def slowest(waits: Mapping[int, float]) -> tuple[int, ...]:
