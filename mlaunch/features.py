@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable, Container, Mapping
 from typing import Any
 
@@ -27,6 +29,10 @@ class Feature:
         words: What who looks at a launch may ask its part in the agent.
         watches: It may look at calls that take longer than a moment: ``watch(call)``.
         explains: It says who waited for whom at a deadline: ``of_deadline(stacks, returned)``.
+        adapts: Its ``caller.py`` changes other options of a call that asks for it: ``adapt(options)``.
+        apart: A launch with its section is neither prepared nor prepares another one.
+        breakpoints: Its ``rank.py`` has what ``breakpoint()`` does in a rank, as ``at_breakpoint(who, pid)``.
+        drives: Its ``caller.py`` has what drives a launch in place of the usual handle, as ``handle(sections, usual)``.
     """
 
     name: str
@@ -43,6 +49,10 @@ class Feature:
     words: tuple[bytes, ...] = ()
     watches: bool = False
     explains: bool = False
+    adapts: bool = False
+    apart: bool = False
+    breakpoints: bool = False
+    drives: bool = False
 
 
 _STOP_GRACE = _STALL = 300.0  # seconds, unless the options say something else
@@ -64,6 +74,11 @@ def _wants_stop(given: Mapping[str, Any]) -> bool:
 
 def _wants_stall(given: Mapping[str, Any]) -> bool:
     return bool(given["stall"] != _STALL)
+
+
+def _wants_debugger(given: Mapping[str, Any]) -> bool:
+    # An IDE that debugs this process may follow its children: ranks go there by themselves, if they know how.
+    return bool(given["debug"]) or ("pydevd" in sys.modules and importlib.util.find_spec("mlaunch.debug") is not None)
 
 
 def _given(option: str) -> Callable[[Mapping[str, Any]], bool]:
@@ -117,13 +132,24 @@ FEATURES = (
     ),
     Feature("sweeps", (), _never),
     Feature("warm", (), _never, servers=True, variable="MLAUNCH_WARM"),
+    Feature(
+        "debug",
+        ("debug",),
+        _wants_debugger,
+        processes=("rank",),
+        visited=True,
+        adapts=True,
+        apart=True,
+        breakpoints=True,
+        drives=True,
+    ),  # last: around nothing but the function
 )
 OPTIONS = frozenset(name for feature in FEATURES for name in feature.options)
 
 
-def of_one_call(names: Container[str]) -> bool:
-    """True if one of these features is for one call with ranks of its own."""
-    return any(feature.one_call for feature in FEATURES if feature.name in names)
+def served_apart(names: Container[str]) -> bool:
+    """True if a launch with sections of these features is neither prepared nor prepares another one."""
+    return any(feature.one_call or feature.apart for feature in FEATURES if feature.name in names)
 
 
 def asked_for(options: object) -> list[Feature]:

@@ -546,7 +546,7 @@ def table_text(sweep: Sweep[Any], most: int) -> str:
 
 def ask_anywhere(patch: pytest.MonkeyPatch) -> None:
     """Have the debugger ask for lines where no terminal is."""
-    patch.setattr("mlaunch.caller.debugging.asking.check_place", lambda _name: None)
+    patch.setattr("mlaunch.debug.caller.asking.check_place", bool)
 
 
 def read_cells_by(patch: pytest.MonkeyPatch, read: Callable[..., Any]) -> None:

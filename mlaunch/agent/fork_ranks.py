@@ -31,8 +31,6 @@ if TYPE_CHECKING:
         AgentsEnd,
         ControlHears,
         ControlSays,
-        DebuggerHears,
-        DebuggerSays,
         RankHears,
         RankSays,
     )
@@ -98,14 +96,11 @@ class _PendingRank:
     stacks: int  # the pipe that its stacks come from
     readers: Sequence[int]  # of its streams
     writers: Mapping[int, int]  # by stream
-    debug: Channel[DebuggerSays, DebuggerHears] | None  # the end of the launcher, which debugs
 
     def leave_to_rank(self) -> None:
         """Closes the rank's ends in another process: the agent, or another rank."""
         self.args.channel.close()
         self.args.control.close()
-        if self.args.debug is not None:
-            self.args.debug.close()
         close_all([self.args.stack_fd, *self.writers.values()])
 
 
@@ -141,10 +136,8 @@ def _fork_some(pending_ranks: Sequence[_PendingRank], context: ForkContext, laun
         if context.spec.stays:
             rank.give_answer_file()  # before the launcher, which hears of the rank now, can send it a call by itself
         ends = [rank.channel.fileno()] if context.spec.stays else []
-        debugs = [] if pending.debug is None else [pending.debug.fileno()]
-        leaving = [*debugs, *pending.readers]
-        launcher.try_send(RankStarted(rank.rank, pid, at, len(ends) + len(debugs)), [*ends, *leaving])
-        context.owned.close(*leaving)
+        launcher.try_send(RankStarted(rank.rank, pid, at, len(ends)), [*ends, *pending.readers])
+        context.owned.close(*pending.readers)
     return ranks
 
 
@@ -154,10 +147,8 @@ def _prepare(context: ForkContext, local_rank: int) -> _PendingRank:
     streams = {stream: os.pipe2(os.O_CLOEXEC) for stream in spec.streams(local_rank)}
     channel: Channel[RankSays, RankHears]
     control: Channel[ControlSays, ControlHears]
-    debug: Channel[DebuggerSays, DebuggerHears] | None
     channel, theirs = Channel.pair()
     control, their_control = Channel.pair()
-    debug, their_debug = Channel.pair() if spec.debug == "pdb" else (None, None)
     args = RankArgs(
         spec=spec,
         local_rank=local_rank,
@@ -169,13 +160,11 @@ def _prepare(context: ForkContext, local_rank: int) -> _PendingRank:
         pipes={stream: writer for stream, (_, writer) in streams.items() if stream not in _STANDARD},
         control=their_control,
         inherited=context.inherited,
-        debug=their_debug,
     )
     readers = [reader for reader, _ in streams.values()]
-    ours = [channel.fileno(), control.fileno(), *([] if debug is None else [debug.fileno()])]
-    context.owned.add(stacks_in, *ours, *readers)
+    context.owned.add(stacks_in, channel.fileno(), control.fileno(), *readers)
     writers = {stream: writer for stream, (_, writer) in streams.items()}
-    return _PendingRank(args, channel, control, stacks_in, readers, writers, debug)
+    return _PendingRank(args, channel, control, stacks_in, readers, writers)
 
 
 def _adopt(pending: _PendingRank, pid: int, owned: OwnedFds) -> RankProcess:

@@ -7,28 +7,25 @@ from __future__ import annotations
 
 import functools
 import os
+import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mlaunch.agent.debug_visit import DebugVisit
-from mlaunch.agent.questions import Questions
 from mlaunch.agent.rank_process import RankProcess
 from mlaunch.agent.supervision.stack_requests import state_of
 from mlaunch.protocol import registry
 from mlaunch.protocol.board import Board
-from mlaunch.protocol.messages.debug_messages import HoldDeadline
 from mlaunch.protocol.messages.launch_messages import Phase
 from mlaunch.protocol.messages.prepared_messages import Details, with_details
 from mlaunch.protocol.messages.status_messages import TellStatus
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.protocol.stack_dump import STATES
-from mlaunch.protocol.visitors import ATTACH, DEBUG, STATUS, Reception, answer, tell_launcher
+from mlaunch.protocol.visitors import STATUS, Reception, answer, tell_launcher
 
 if TYPE_CHECKING:
     from mlaunch.core.parts import TellLooker
     from mlaunch.protocol.messages.channels import AgentHears, AgentsEnd
 
-_WHY = b"why"  # as who debugs wants to know
 _LISTEN_DELAY = 0.05  # seconds: nobody looks at a launch that is over by then, and it is spared the work
 
 
@@ -45,7 +42,6 @@ class Inspection:
         self._start = clock()
         self._reception = Reception(spec.context.environ, registry.name_of(spec.launch_id, spec.rank_start))
         self.facts: Callable[[], Mapping[str, object]] = dict  # of features, by their names
-        self._visit = DebugVisit(lambda: self._spec)
         self.ask: Callable[[bytes, TellLooker], None]  # a feature, what this does not tell
         self.due: float | None = self._start + _LISTEN_DELAY  # when ``serve`` is to be called though nobody has come
 
@@ -60,15 +56,13 @@ class Inspection:
             return self._reception.asked_by
         return self._reception.stopped_by
 
-    @property
-    def stopped_with(self) -> str:
-        """The command of who has asked the launch to end."""
-        return "mlaunch debug" if self._visit.pid == self._reception.stopped_by else "mlaunch stop"
+    def launch(self) -> LaunchSpec:
+        """Return the launch, as far as it is known."""
+        return self._spec
 
-    @property
-    def hold(self) -> HoldDeadline | None:
-        """What who debugs makes of the call's deadline; None: nobody has."""
-        return self._visit.hold
+    def take_guests(self) -> list[tuple[socket.socket, str, str]]:
+        """Return who has come to a feature and stays, with that feature and a word for it, once."""
+        return self._reception.take_guests()
 
     def take_request(self) -> tuple[str, int] | None:
         """Returns what a command has asked a feature to do, and its process, once; None: none has."""
@@ -79,17 +73,11 @@ class Inspection:
         self._reception.let_stoppers_go()
 
     def fds(self) -> list[int]:
-        return [*self._reception.fds(), *self._visit.fds()]
+        return self._reception.fds()
 
-    def serve(self, ready: Collection[int], questions: Questions, launcher: AgentsEnd) -> None:
-        self._visit.serve(ready, questions, launcher)
+    def serve(self, ready: Collection[int]) -> None:
         for visitor, word in self._reception.take(ready):
-            if word == DEBUG or word.startswith(ATTACH):
-                if (tell := self._visit.take(visitor, word, questions)) is not None:
-                    self.ask(_WHY, tell)
-            else:
-                self._answer(word, functools.partial(answer, visitor))
-        self._visit.serve(set(), questions, launcher)
+            self._answer(word, functools.partial(answer, visitor))
         if self.due is not None and self._clock() >= self.due:
             self.due = None
             self._reception.open()
@@ -99,7 +87,6 @@ class Inspection:
         self._spec, self._start = with_details(self._spec, details), self._clock()
 
     def close(self) -> None:
-        self._visit.close()
         self._reception.close()
 
     def obey(self, record: AgentHears | None, launcher: AgentsEnd) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mlaunch.base.fds import memory_file
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.control_messages import About, Attach, HoldLimits, Question
+from mlaunch.protocol.messages.control_messages import About, Question
 
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import ControlHears, ControlSays
@@ -53,7 +53,7 @@ class Questions:
             self._channels[rank].try_send(Question(self._number, about), [memfd])
         return self._number
 
-    def tell(self, rank: int, record: ForPart | HoldLimits | Attach, fds: Sequence[int] = ()) -> None:
+    def tell(self, rank: int, record: ForPart, fds: Sequence[int] = ()) -> None:
         """Tells a rank something that it does not answer."""
         if rank in self._channels:
             self._channels[rank].try_send(record, fds)

@@ -5,7 +5,8 @@ A part is made when the first word for it comes: for most launches there is none
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import socket
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.agent.entered import EnteredRequests
@@ -14,6 +15,7 @@ from mlaunch.agent.questions import Questions
 from mlaunch.agent.rank_process import RankProcess
 from mlaunch.agent.supervision.stack_requests import StackRequests
 from mlaunch.base.exceptions import RankFailure
+from mlaunch.base.fds import close_all
 from mlaunch.features import FEATURES
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.messages.part_messages import ForPart, PartAsks, PartSays
@@ -21,6 +23,7 @@ from mlaunch.protocol.messages.part_messages import ForPart, PartAsks, PartSays
 if TYPE_CHECKING:
     from mlaunch.core.parts import AgentPart, TellLooker
     from mlaunch.protocol.messages.channels import AgentsEnd
+    from mlaunch.protocol.spec import LaunchSpec
 
 
 class Scene:
@@ -65,6 +68,15 @@ class Scene:
         """Return what asks all ranks what they have entered, and where they are."""
         return EnteredRequests(self._parts.questions)
 
+    @property
+    def spec(self) -> LaunchSpec:
+        """The launch, as far as its agent knows it."""
+        return self._parts.launch()
+
+    def known(self) -> Sequence[int]:
+        """Return the global ranks that can be told something, whatever they do."""
+        return self._parts.questions.ranks()
+
     def working(self) -> Sequence[int]:
         """Return the global ranks that have not answered the call, and can be asked."""
         known = set(self._parts.questions.ranks())
@@ -74,9 +86,9 @@ class Scene:
         """Ask the feature's part of a rank; ``take`` gets the rank and what that returns, if it does."""
         self._parts.questions.ask(rank, PartAsks(self._feature, about), take)
 
-    def tell(self, rank: int, word: object) -> None:
+    def tell(self, rank: int, word: object, fds: Sequence[int] = ()) -> None:
         """Send the feature's part of a rank something that it does not answer."""
-        self._parts.questions.tell(rank, ForPart(self._feature, self.call, word))
+        self._parts.questions.tell(rank, ForPart(self._feature, self.call, word), fds)
 
     def say(self, news: object) -> None:
         """Send the caller news, which the feature's ``noted`` gets there."""
@@ -85,6 +97,10 @@ class Scene:
     def tell_machines(self, word: object) -> None:
         """Send a word to where the launch's machines meet."""
         self._parts.peers.say(PartSays(self._feature, word))
+
+    def hold_deadline(self, *, held: bool) -> None:
+        """Have the call's deadline come no nearer, until the same is said with False."""
+        self._parts.hold(held)
 
     def fail(self, failure: RankFailure, *, whole: bool = False) -> None:
         """End the call by this failure, which is no rank's; with ``whole`` the launch."""
@@ -97,6 +113,8 @@ class AgentParts:
     board: Board
     stacks: StackRequests
     status: Callable[[], dict[str, Any]]
+    launch: Callable[[], LaunchSpec]  # returns what is known of it
+    hold: Callable[[bool], None]  # holds the call's deadline
 
     def __init__(
         self,
@@ -115,12 +133,22 @@ class AgentParts:
         self.clock, self.call, self.fail = clock, call, fail
         self._parts: dict[str, AgentPart] = {}
 
-    def hear(self, record: object) -> bool:
+    def hear(self, record: object, fds: Collection[int] = ()) -> bool:
         """Pass on a word of the caller's; False if the record is something else."""
         if not isinstance(record, ForPart):
             return False
-        self._part(record.feature).hear(record.word, record.call)
+        self._part(record.feature).hear(record.word, record.call, *fds)
+        close_all(fds)
         return True
+
+    def welcome(self, feature: str, visitor: socket.socket, word: str) -> None:
+        """Pass on who has come to a feature."""
+        self._part(feature).welcome(visitor, word)
+
+    def fds(self) -> Iterator[int]:
+        """Yield what wakes the agent for ``take_steps``."""
+        for part in self._parts.values():
+            yield from part.fds()
 
     def hear_machines(self, record: ForPart) -> None:
         """Pass on a word from where machines meet."""
@@ -159,6 +187,10 @@ class AgentParts:
     def over(self) -> None:
         for part in self._parts.values():
             part.over()
+
+    def close(self) -> None:
+        for part in self._parts.values():
+            part.close()
 
     @property
     def look_for_answers(self) -> bool:

@@ -90,7 +90,7 @@ class StopRequest(AgentPart):
         times = [self._half_at, self._end_at, self._tell_at, _NEVER if self._agreed is None else self._agreed.due]
         return [at for at in times if at < _NEVER]
 
-    def hear(self, word: object, call: int) -> None:
+    def hear(self, word: object, call: int, *_fds: int) -> None:
         if call != self._scene.call:  # it is over, or ranks that stay have none
             return
         if isinstance(word, AskToStop):

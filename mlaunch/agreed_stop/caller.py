@@ -12,7 +12,8 @@ from mlaunch.agreed_stop.wire import NAME, AskToStop, StopAgreed, StopOverdue, S
 from mlaunch.base import signals
 from mlaunch.base.misuse import misuse
 from mlaunch.caller.report.records import Stopped
-from mlaunch.core.parts import CallerPart, Note
+from mlaunch.core.notes import Note
+from mlaunch.core.parts import CallerPart
 
 if TYPE_CHECKING:
     from mlaunch.caller.options.launch_options import Options

@@ -10,13 +10,16 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _BOTTOM = tuple(os.path.join(_PACKAGE, "rank", f"{name}.py") for name in ("main", "base", "function"))
 _BOTTOM += (os.path.join(_PACKAGE, "pytest", "rank", "run_test.py"),)  # what runs a test
 # What runs a function that is debugged.
-_BOTTOM += tuple(os.path.join(_PACKAGE, "rank", "debugging", f"{name}.py") for name in ("debugger", "ide"))
+_PROMPT = os.path.join(_PACKAGE, "debug", "rank", "")
+_BOTTOM += tuple(f"{_PROMPT}{name}.py" for name in ("debugged_rank", "debugger", "ide"))
 _CELLS = os.path.join(_PACKAGE, "cells", "rank", "")  # what runs a notebook's cell
 _SCRIPTS = os.path.join(_PACKAGE, "run", "rank", "")  # what runs a script
 _BOTTOM += (_CELLS, _SCRIPTS)
 _LIBRARIES = (os.path.dirname(os.__file__) + os.sep, f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-_RANKS_OWN = (*(os.path.join(_PACKAGE, name, "") for name in ("rank", "protocol", "pytest")), _CELLS, _SCRIPTS)
-_DEBUGGER = os.path.join(_PACKAGE, "rank", "debugging", "")
+_RANKS_OWN = (
+    *(os.path.join(_PACKAGE, name, "") for name in ("rank", "protocol", "pytest")),
+    *(_CELLS, _SCRIPTS, _PROMPT),
+)
 _CONTROL = os.path.join(_PACKAGE, "rank", "control.py")  # of a rank's thread that answers its agent
 RUNPY = "<frozen runpy>"
 _WITHOUT_FILE = (
@@ -35,9 +38,9 @@ def is_ranks_own(file: str) -> bool:
     return file.startswith(_RANKS_OWN)
 
 
-def is_debugger(file: str) -> bool:
+def is_prompt(file: str) -> bool:
     """True if the file is of what runs a debugger's prompt in a rank."""
-    return file.startswith(_DEBUGGER)
+    return file.startswith(_PROMPT)
 
 
 def is_bottom(file: str) -> bool:

@@ -6,7 +6,7 @@ import math
 
 PRINT_COMPLETION = "--print-completion"
 # Commands: each is there if its feature is.
-OF_FEATURES = {"run": "run", "stacks": "insight", "why": "insight", "warm": "warm"}
+OF_FEATURES = {"debug": "debug", "run": "run", "stacks": "insight", "why": "insight", "warm": "warm"}
 
 
 class UsageError(ValueError):

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 
 from mlaunch._version import __version__
-from mlaunch.cli import debug_command, doctor, ps_and_stop
+from mlaunch.cli import doctor, ps_and_stop
 from mlaunch.cli.checks import OF_FEATURES, PRINT_COMPLETION
 from mlaunch.core import load
 
@@ -47,7 +47,7 @@ def mlaunch_parser(run: argparse.ArgumentParser | None = None) -> argparse.Argum
     ps_and_stop.add_ps(commands)
     _add_commands_of("insight", commands)
     ps_and_stop.add_stop(commands)
-    debug_command.add_command(commands)
+    _add_commands_of("debug", commands)
     doctor.add_command(commands)
     _add_commands_of("warm", commands)
     return parser

@@ -15,6 +15,7 @@ from mlaunch.base.misuse import misuse
 from mlaunch.features import FEATURES, Feature, asked_for
 
 if TYPE_CHECKING:
+    from mlaunch.caller.launch.handle import LaunchHandle
     from mlaunch.caller.launch.settle import Ended
     from mlaunch.caller.launch.watched_call import WatchedCall
     from mlaunch.caller.options.launch_options import Options
@@ -112,12 +113,28 @@ class CallerParts:
                 stack.callback(part.close)
 
 
+def adapted(options: Options) -> Options:
+    """Return the options of a call that waits, with what features that it asks for change of the others."""
+    for feature in options.features:
+        if feature.adapts:
+            options = room(feature.name, "caller", as_keyword(*_asked(feature, options))).adapt(options)
+    return options
+
+
 def sections_of(options: Options, parts: CallerParts | None) -> Mapping[str, object]:
     """Return what a launch's other processes get. ``parts``: None: nobody holds any around the call."""
     if parts is not None or not options.features:
         return {} if parts is None else parts.sections
     with CallerParts(options) as own:
         return own.sections
+
+
+def handle_of(sections: Mapping[str, object], usual: type[LaunchHandle]) -> type[LaunchHandle]:
+    """Return the class of what drives a launch in its caller: a feature's, or the usual one."""
+    for feature in FEATURES:
+        if feature.drives and feature.name in sections:
+            usual = module_of(feature.name, "caller").handle(sections, usual)
+    return usual
 
 
 def _asked(feature: Feature, options: object) -> tuple[str, object]:
@@ -205,6 +222,16 @@ class RankParts:
             return spec
         return replace(spec, context=replace(spec.context, environ={**usual, **spec.context.environ}))
 
+    def before_join(self) -> None:
+        for part in self._parts:
+            part.before_join()
+
+    def around_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what the rank calls in place of a function."""
+        for part in self._parts:
+            function = part.around_function(function)
+        return function
+
     def around_call(self) -> contextlib.ExitStack:
         """Return what the rank holds while it runs a function or a script."""
         with contextlib.ExitStack() as stack:
@@ -261,10 +288,20 @@ def of_deadline(stacks: Sequence[RankStacks], returned: Collection[int]) -> tupl
     return [], []
 
 
+def at_breakpoint(who: str, pid: int) -> Callable[..., Any]:
+    """Return what ``breakpoint()`` calls in a rank, or in a child of it: Python's own hook where no feature has one."""
+    for feature in FEATURES:
+        if feature.breakpoints:
+            with contextlib.suppress(ModuleNotFoundError):
+                found: Callable[..., Any] = module_of(feature.name, "rank").at_breakpoint(who, pid)
+                return found
+    return sys.__breakpointhook__
+
+
 def commands() -> Mapping[str, Any]:
     """Return the module that has a feature's flags, for each feature that is there and has some."""
     found = {feature.name: at_hand(feature.name, "command") for feature in FEATURES if feature.options}
-    return {name: module for name, module in found.items() if module is not None}
+    return {name: module for name, module in found.items() if hasattr(module, "GROUP")}
 
 
 def server_at_hand(environ: Mapping[str, str], like: Interpreter) -> ForkServer | None:

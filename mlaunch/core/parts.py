@@ -4,7 +4,7 @@ A feature is a folder, ``mlaunch/profile``, with a file for each of these proces
 ``mlaunch/features.py``. The file's name says which process runs it::
 
     caller.py   part(options, spell) -> CallerPart      rank.py     part(section, rank) -> RankPart
-                noted(news, name) -> Note                           answer(about), hear(word), turns() -> int
+                noted(news, name) -> Note                           answer(about), hear(word, *fds), turns() -> int
     agent.py    part(scene) -> AgentPart                member.py   part(section) -> MachinePart
     command.py  GROUP, add(flags, group), options_of(args) and, for ``mlaunch doctor``, findings()
     kernel.py   in a notebook's kernel
@@ -27,12 +27,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
-from mlaunch.base.frozen_record import frozen_record
-
 if TYPE_CHECKING:
+    import socket
+
     from mlaunch.caller.launch.settle import Ended
     from mlaunch.caller.server.fork_server import ForkServer
     from mlaunch.core.grants import Grant, Need
@@ -41,14 +40,6 @@ if TYPE_CHECKING:
 Spell = Callable[[str, object], str]  # an option and its value as the user gave them: "profile='a'", "--profile a"
 Tell = Callable[[str], None]  # shows the user a sentence
 TellLooker = Callable[[Mapping[str, Any]], None]  # gives who looks at a launch its status
-
-
-@frozen_record
-class Note:
-    """What a launch notes of news from its agent. ``words``: for the user; ``facts``: for its report, by field."""
-
-    words: str = ""
-    facts: Mapping[str, object] = field(default_factory=dict)
 
 
 class CallerPart:
@@ -120,6 +111,13 @@ class RankPart:
         """
         return {}
 
+    def before_join(self) -> None:
+        """Act with the rank's surroundings in place, before it binds a device: ``debug=`` takes ``input`` over."""
+
+    def around_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what to call in place of the function. ``debug=`` opens a prompt where it fails."""
+        return function
+
     def around_call(self) -> contextlib.AbstractContextManager[None]:
         """Return what to hold while the function or script runs. ``profile=`` records its steps."""
         return contextlib.nullcontext()
@@ -135,8 +133,11 @@ class AgentPart:
         """True if it has to hear soon of answers that ranks which stay send to their caller past the agent."""
         return False
 
-    def hear(self, word: object, call: int) -> None:
-        """Take what the caller's part has told about the call of this number, which may be over: see ``Scene.call``."""
+    def hear(self, word: object, call: int, *fds: int) -> None:
+        """Take what the caller's part has told about the call of this number, which may be over: see ``Scene.call``.
+
+        ``fds``: what came with it, which is closed afterwards.
+        """
 
     def hear_machines(self, word: object) -> None:
         """Take a word from where machines meet that have callers of their own."""
@@ -146,6 +147,14 @@ class AgentPart:
 
     def asked(self, word: bytes, tell: TellLooker) -> None:
         """Answer who looks at the launch, and has said one of ``Feature.words``; it waits. ``mlaunch why`` does."""
+
+    def welcome(self, visitor: socket.socket, word: str) -> None:  # noqa: ARG002
+        """Take a process that has come with a word for this feature, and its connection. ``mlaunch debug`` does."""
+        visitor.close()
+
+    def fds(self) -> Sequence[int]:
+        """Return descriptors that wake the agent for ``take_steps`` when they can be read."""
+        return ()
 
     def facts(self) -> Mapping[str, object]:
         """Return what ``mlaunch ps`` shows of this feature, by name; numbers and texts."""
@@ -160,6 +169,9 @@ class AgentPart:
 
     def over(self) -> None:
         """Forget what was about a call: it is over, or the next one begins."""
+
+    def close(self) -> None:
+        """Give up what the part holds: the launch is over."""
 
 
 class MachinePart:

@@ -94,12 +94,6 @@ def from_stop(pid: int, command: str = "mlaunch stop") -> RankFailure:
     return of_run(f"was ended by {command} (pid {pid})", "stopped")
 
 
-def from_debugger(rank: int, place: str) -> RankFailure:
-    """Describes that the user has ended the launch at the prompt of a rank's debugger."""
-    what = f"was ended from the debugger: q, or the end of input, at the prompt of rank {rank} ({place})"
-    return of_run(what, "stopped")
-
-
 def of_run(what: str, kind: str, *, final: bool = True) -> RankFailure:
     """Describe why the whole run is ended. ``kind``: of the schema; ``final``: it is not started again."""
     return RankFailure(None, 0, what, host=_host(), subject="the run", final=final, kind=kind)

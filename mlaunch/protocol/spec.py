@@ -129,9 +129,6 @@ class LaunchSpec:
     prepared: bool = False  # before its call: the ranks wait for it, and learn the details with it
     stays: bool = False  # the ranks stay between calls, which are sent one after the other
     command: ScriptTarget | None = None  # None: ranks receive a function
-    debug: str = (
-        ""  # "pdb": each rank has a channel to its caller's prompt; "debugpy", "debugpy:0,2": these wait; JSON: ide.py
-    )
     sections: Mapping[str, object] = field(default_factory=dict)  # by feature: what its parts elsewhere need
     piped: tuple[tuple[int, ...], ...] = ()  # by local rank: the streams that go to the launcher in pipes
 

@@ -20,10 +20,8 @@ if TYPE_CHECKING:
 STATUS = b"status"
 END = b"end"  # at once
 ASK = b"ask "  # with a feature's name: its part in the agent is to do what it does; who asks waits for the call's end
-DEBUG = b"debug"  # keeps the connection: ranks may be debugged as long as it is there
-ATTACH = b"attach "  # with a rank's number, who talks on this connection from then on
-_ACTS = {END, DEBUG}  # what changes the launch, or runs code in it
-_WORDS = {STATUS, END, DEBUG} | {word for one in FEATURES for word in one.words}
+VISIT = b"visit "  # with a feature's name and a word for it: its part in the agent gets the connection, to keep
+_WORDS = {STATUS, END} | {word for one in FEATURES for word in one.words}
 _WORD_LIMIT = 64
 _MOST_VISITORS = 32  # who have said nothing yet
 
@@ -47,6 +45,7 @@ class Reception:
         self._stoppers: list[socket.socket] = []  # those who wait for the end
         self.stopped_by: int | None = None  # the process that has asked the launch to end at once
         self._request: tuple[str, int] | None = None  # what a feature is asked to do, and the process that asks
+        self._guests: list[tuple[socket.socket, str, str]] = []  # those who come to a feature, and its word
         self._listener: socket.socket | None = None
 
     def open(self) -> None:
@@ -56,7 +55,7 @@ class Reception:
 
     def close(self) -> None:
         """Lets go of all who have come, and can be found no more; a fork of the owner lets go alone."""
-        for visitor in [*self._visitors.values(), *self._stoppers]:
+        for visitor in [*self._visitors.values(), *self._stoppers, *(guest for guest, *_ in self._guests)]:
             visitor.close()
         if self._listener is not None:
             self._listener.close()
@@ -83,8 +82,11 @@ class Reception:
         """Do what needs nobody else: send a visitor away, or keep one who waits for the end; False for questions."""
         if not word:
             visitor.close()
-        elif (word in _ACTS or word.startswith((ATTACH, ASK))) and (lacking := rights_lacking_to_peer(visitor)):
+        elif word.startswith((END, ASK, VISIT)) and (lacking := rights_lacking_to_peer(visitor)):
             answer(visitor, {"refused": _NOT_FROM_THERE.format(pid_of(visitor), lacking)})
+        elif word.startswith(VISIT):
+            feature, _, said = word.removeprefix(VISIT).decode().partition(" ")
+            self._guests.append((visitor, feature, said))
         elif word == END or word.startswith(ASK):
             self._take_stopper(visitor, word)
         else:
@@ -108,6 +110,11 @@ class Reception:
         """Returns which feature is asked, and by which process, once; None: none is."""
         request, self._request = self._request, None
         return request
+
+    def take_guests(self) -> list[tuple[socket.socket, str, str]]:
+        """Returns who has come to a feature, with its name and what was said to it, once."""
+        guests, self._guests = self._guests, []
+        return guests
 
     def let_stoppers_go(self) -> None:
         """Tells those who wait for the end that it has come, as far as they asked for it."""
@@ -141,9 +148,10 @@ class Reception:
 def _word_of(visitor: socket.socket) -> bytes:
     with contextlib.suppress(OSError):
         word = visitor.recv(_WORD_LIMIT)
-        attaches = word.startswith(ATTACH) and word.removeprefix(ATTACH).isdigit()
-        asks = word.startswith(ASK) and word.removeprefix(ASK) in {one.name.encode() for one in FEATURES if one.visited}
-        return word if word in _WORDS or attaches or asks else b""
+        asked, _, said = word.removeprefix(ASK).removeprefix(VISIT).partition(b" ")
+        is_known = asked in {one.name.encode() for one in FEATURES if one.visited}
+        for_feature = word.startswith(VISIT) or (word.startswith(ASK) and not said)
+        return word if word in _WORDS or (for_feature and is_known and word.isascii()) else b""
     return b""
 
 

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import (
         ControlHears,
         ControlSays,
-        DebuggerHears,
-        DebuggerSays,
         RankHears,
         RankSays,
     )
@@ -57,7 +55,6 @@ class RankArgs:
     pipes: Mapping[int, int]  # of its streams beside the standard ones, by number
     control: Channel[ControlHears, ControlSays]  # on which its control thread is asked, whatever the rank does
     inherited: Call | None  # the call, if the rank has it in memory; None: it comes over the channel
-    debug: Channel[DebuggerHears, DebuggerSays] | None = None  # to the caller, which debugs
 
 
 class Task(NamedTuple):
@@ -82,7 +79,7 @@ class Rank:
         self._is_fork = False  # this is not the rank but a process that it forked, which came back through its code
         self._task: Task | None = None
         self._answer_fd = -1  # the memfd for large answers
-        ways = [args.channel.fileno(), *([] if args.debug is None else [args.debug.fileno()]), *args.results.ways()]
+        ways = [args.channel.fileno(), *args.results.ways()]
         self._kept = linux.identities(ways)  # what it answers on
         in_forks(self._disown)
 

@@ -20,10 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.frames import RUNPY, is_bottom
 from mlaunch.protocol import payload
-from mlaunch.protocol.channel import TEXT_LIMIT, Channel, assert_never
+from mlaunch.protocol.channel import Channel, assert_never
 from mlaunch.protocol.messages.control_messages import (
-    Attach,
-    HoldLimits,
     Question,
     TellEntered,
     TellNumbers,
@@ -31,20 +29,16 @@ from mlaunch.protocol.messages.control_messages import (
     TellTurns,
     Told,
 )
-from mlaunch.protocol.messages.debug_messages import PromptSays
 from mlaunch.protocol.messages.part_messages import ForPart, PartAsks
 from mlaunch.rank import in_step
-from mlaunch.rank.setup import device
 
 if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import ControlHears, ControlSays, DebuggerHears, DebuggerSays
-    from mlaunch.torch_parts.limits import HeldLimits
+    from mlaunch.protocol.messages.channels import ControlHears, ControlSays
 
 # Of the thread's own faults, which kill a process that blocks them before faulthandler can tell of it.
 _FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
 _NOT_FAULTS = signal.valid_signals() - _FAULTS
 _DEEPEST = 100  # frames, as faulthandler shows
-_held: list[HeldLimits] = []  # made when somebody debugs first
 
 
 def start(channel: Channel[ControlHears, ControlSays]) -> None:
@@ -66,42 +60,9 @@ def _answer_all(channel: Channel[ControlHears, ControlSays]) -> None:
                     os.close(fds[0])
                     channel.send(Told(number))
                 case ForPart(feature, _, word):
-                    _module_of(feature).hear(word)
-                case HoldLimits(held):
-                    _hold_limits(held)
-                case Attach():
-                    _let_attach(record, fds[0])
+                    _module_of(feature).hear(word, *fds)
                 case _:
                     assert_never(record)
-
-
-def _let_attach(record: Attach, fd: int) -> None:
-    """Lets who has come debug this rank."""
-    try:
-        from mlaunch.rank.debugging import visit  # imports pdb
-
-        visit.begin(os.dup(fd), record.rank, record.who)
-    except Exception as error:  # a user's module in place of Python's, or no descriptor is left
-        told = f"{record.who} cannot be debugged: {type(error).__name__}: {error}"[:TEXT_LIMIT]
-        visitor: Channel[DebuggerHears, DebuggerSays] = Channel.adopt(os.dup(fd))
-        visitor.try_send(PromptSays(f"{told}\n"))
-    finally:
-        os.close(fd)
-
-
-def _hold_limits(held: bool) -> None:
-    """Lifts limits for who debugs, or gives them back once nobody does, nor talks with this rank."""
-    if held or _held:
-        from mlaunch.torch_parts.limits import HeldLimits
-
-        _held[:] = _held or [HeldLimits()]
-    if held:
-        _held[0].hold(device.limit(None))
-    else:
-        for limits in _held:
-            limits.give_back()
-        if (visit := sys.modules.get("mlaunch.rank.debugging.visit")) is not None:
-            visit.end()
 
 
 def _place() -> list[tuple[str, str, str]]:

@@ -13,6 +13,7 @@ import atexit
 import functools
 import multiprocessing.util
 import os
+import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -24,10 +25,11 @@ from mlaunch.protocol.calls import Call
 from mlaunch.protocol.messages.launch_messages import AnswerKind, Phase
 from mlaunch.protocol.messages.prepared_messages import Details
 from mlaunch.protocol.payload import Payload
-from mlaunch.rank import breakpoints, slow_imports
+from mlaunch.rank import slow_imports
 from mlaunch.rank.base import Rank, RankArgs, Task
 from mlaunch.rank.for_users import current_device
 from mlaunch.rank.setup import device, environment, group, main_module, process, stand_ins
+from mlaunch.rank.setup.breakpoint_hook import LateHook
 from mlaunch.rank.setup.process import StampedFile
 from mlaunch.rendezvous import tcp_store
 from mlaunch.torch_parts import process_groups
@@ -103,7 +105,9 @@ class FunctionRank(Rank):
         self._take_surroundings(environment.of_rank(spec, args.local_rank, *args.rendezvous))
         tcp_store.host_all_but(*args.rendezvous)
         self._say_who()
-        self._debugger = breakpoints.install(spec.debug, args.debug, spec.rank(args.local_rank), lambda: self._who)
+        sys.breakpointhook = LateHook(lambda: self._who)
+        if self._parts is not None:
+            self._parts.before_join()
         late_imports.begin()
         slow_imports.begin(args.results.board, args.local_rank)
         if args.inherited is None:  # the fork server's generator, the same for all, would be nobody's choice
@@ -175,9 +179,9 @@ class FunctionRank(Rank):
         self._enter(self._AFTERWARDS)
 
     def _call(self, function: Callable[..., Any], call: Call) -> Any:
-        run = function if self._debugger is None else functools.partial(self._debugger.run, function)
         if self._parts is None:
-            return run(*call.args, **call.kwargs)
+            return function(*call.args, **call.kwargs)
+        run = self._parts.around_function(function)
         with self._parts.around_call():
             return run(*call.args, **call.kwargs)
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from mlaunch.caller.options.trouble_options import parse_share
 from mlaunch.caller.report.records import SlowRanks
-from mlaunch.core.parts import CallerPart, Note
+from mlaunch.core.notes import Note
+from mlaunch.core.parts import CallerPart
 from mlaunch.slow.wire import NAME, BeginToLook, FoundSlow, SlowTerms
 
 if TYPE_CHECKING:

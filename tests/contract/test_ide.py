@@ -113,7 +113,7 @@ def test_a_rank_that_there_is_not() -> None:
 
 def test_without_debugpy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    with pytest.raises(ModuleNotFoundError, match=r"debug='debugpy' for print\(\) needs debugpy \(extra: debug\)"):
+    with pytest.raises(ModuleNotFoundError, match=r"debug='debugpy' needs debugpy \(extra: debug\)"):
         launcher(print, 2, device_type="cpu", debug="debugpy")()
 
 

@@ -36,13 +36,13 @@ from mlaunch.agreed_stop.wire import NAME, AskToStop
 from mlaunch.base import linux
 from mlaunch.base.fds import OwnedFds
 from mlaunch.base.linux import wait_readable
+from mlaunch.debug.wire import HoldDeadline
 from mlaunch.forkserver.children import Child
 from mlaunch.protocol import error_file, payload, registry, stack_dump
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import FD_LIMIT, TEXT_LIMIT, Channel
 from mlaunch.protocol.messages import launch_messages
 from mlaunch.protocol.messages.control_messages import Told
-from mlaunch.protocol.messages.debug_messages import HoldDeadline
 from mlaunch.protocol.messages.kept_messages import CallOver, EndCall, EndRanks, NextCall
 from mlaunch.protocol.messages.launch_messages import CAUSE_DELAY, AnswerKind, Cancel, Phase
 from mlaunch.protocol.messages.machine_messages import Refused
@@ -258,16 +258,16 @@ def test_a_visitor_is_not_taken_for_who_had_its_number_before() -> None:
     """The pipe of a rank that was reaped in the same step, for one: it was ready, and the visitor says nothing yet."""
     now, board = [0.0], Board.create(1)
     spec: Any = SimpleNamespace(context=SimpleNamespace(environ=os.environ), launch_id="visited", rank_start=0)
-    inspection, (launcher, _) = Inspection(spec, [], board, lambda: now[0]), Channel.pair()
+    inspection = Inspection(spec, [], board, lambda: now[0])
     now[0] = 1.0
-    inspection.serve([], Questions({}), launcher)
+    inspection.serve([])
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as visitor:
         visitor.connect(str(registry.home(os.environ) / "visited.sock"))
         os.close(number := os.dup(0))
-        inspection.serve([*inspection.fds(), number], Questions({}), launcher)
+        inspection.serve([*inspection.fds(), number])
         assert number in inspection.fds()
         visitor.send(b"nonsense")
-        inspection.serve([number], Questions({}), launcher)
+        inspection.serve([number])
         assert number not in inspection.fds()
     inspection.close()
     board.close()
@@ -773,19 +773,14 @@ def test_the_deadline_stops_all() -> None:
     assert world.signals == [(0, "SIGTERM", 160.0), (2, "SIGTERM", 160.0)]
 
 
-def test_no_deadline_passes_while_a_visitor_debugs() -> None:
-    """What he has spent is not the call's."""
+def test_no_deadline_passes_while_somebody_debugs() -> None:
+    """What that takes is not the call's."""
     world = World(deadline=60.0, size=1)
-    visit = SimpleNamespace(
-        hold=None, due=None, stopped_by=None, fds=list, serve=lambda *_: None, take_request=lambda: None
-    )
-    world.supervisor._inspection = cast("Inspection", visit)
 
     def pass_time(seconds: float, *, held: bool) -> None:
-        world.now, visit.hold = world.now + seconds, HoldDeadline(held)
-        world.ours.send(HoldDeadline(held))  # by which it wakes
+        world.now += seconds
+        world.ours.send(ForPart("debug", 0, HoldDeadline(held)))
 
-    visit.obey = lambda record, *_: isinstance(record, HoldDeadline)
     told = world.run(
         lambda: pass_time(50.0, held=True),
         lambda: pass_time(1000.0, held=False),
@@ -832,7 +827,7 @@ def test_a_rank_that_can_be_called_has_where_to_write(monkeypatch: pytest.Monkey
     """Its launcher sends calls by itself, and the first may have a value that is too large for the queue."""
     channel, rank_end = Channel.pair()
     rank = RankProcess(0, 0, os.getpid(), os.pidfd_open(os.getpid()), channel, os.memfd_create("crash"), -1)
-    for part, result in (("_prepare", SimpleNamespace(readers=[], debug=None)), ("_fork", rank.pid), ("_adopt", rank)):
+    for part, result in (("_prepare", SimpleNamespace(readers=[])), ("_fork", rank.pid), ("_adopt", rank)):
         monkeypatch.setattr(fork_ranks_module, part, lambda *_, result=result: result)
     listener = Listener(rank_end)
     context = SimpleNamespace(spec=SimpleNamespace(local_world_size=1, stays=stays), owned=SimpleNamespace(close=print))
@@ -861,7 +856,7 @@ class Forking:
         """Forks eight at most; returns what the launcher has said."""
         pidfd, crash = os.pidfd_open(os.getpid()), os.memfd_create("crash")
         rank = RankProcess(0, 0, os.getpid(), pidfd, Channel.pair()[0], crash, -1)
-        pending = SimpleNamespace(readers=[], debug=None)
+        pending = SimpleNamespace(readers=[])
         for part, does in (("_prepare", lambda *_: pending), ("_fork", self.fork), ("_adopt", lambda *_: rank)):
             self.monkeypatch.setattr(fork_ranks_module, part, does)
         self.monkeypatch.setattr(fork_ranks_module, "_AT_ONCE", 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from datetime import timedelta
 from types import SimpleNamespace
@@ -11,23 +12,46 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mlaunch.agent.debug_visit import DebugVisit
-from mlaunch.agent.questions import Questions
+from mlaunch.debug.agent import DebugVisits
+from mlaunch.debug.wire import COME, DebugTerms, HoldLimits, Visited
 from mlaunch.protocol import visitors
-from mlaunch.protocol.visitors import DEBUG
 from mlaunch.rank.setup import device
 from mlaunch.torch_parts.limits import HeldLimits
 
 
-def test_the_callers_own_debugger_goes_first() -> None:
-    spec: Any = SimpleNamespace(debug="pdb", call=SimpleNamespace(name="train()"))
-    visit, (our_end, theirs) = DebugVisit(lambda: spec), socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    assert visit.take(theirs, DEBUG, Questions({})) is None
+def came(sections: dict[str, object]) -> tuple[DebugVisits, list[object], socket.socket, dict[str, Any]]:
+    """Return a part whose visitor has come, what it does, the visitor's end, and what that is answered."""
+    done: list[object] = []
+    spec = SimpleNamespace(call=SimpleNamespace(name="train()"), timeout=7.0, local_world_size=1, world_size=1)
+    scene: Any = SimpleNamespace(
+        spec=spec, sections=sections, known=lambda: [0], tell=lambda rank, word: done.append((rank, word)),
+        say=done.append, hold_deadline=lambda *, held: done.append(held),
+    )  # fmt: skip
+    visits, (our_end, theirs) = DebugVisits(scene), socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    visits.welcome(theirs, COME)
     _, fds, _, _ = socket.recv_fds(our_end, 1, 1)
-    our_end.close()
-    assert visitors.read_status(fds[0]) == {
-        "refused": "train() was called with debug=: its ranks' debugger is where that was"
-    }
+    return visits, done, our_end, visitors.read_status(fds[0])
+
+
+def test_the_callers_own_debugger_goes_first() -> None:
+    visits, done, visitor, told = came({"debug": DebugTerms("pdb")})
+    visitor.close()
+    assert told == {"refused": "train() was called with debug=: its ranks' debugger is where that was"}
+    assert (done, visits.fds()) == ([], [])
+
+
+def test_limits_are_held_as_long_as_a_visitor_stays() -> None:
+    """Also those of a call that begins meanwhile, on ranks that stay."""
+    visits, done, visitor, told = came({})
+    assert told == {"timeout": 7.0, "alone": True}
+    assert done == [True, Visited(True, os.getpid()), (0, HoldLimits(True))]
+    visits.take_steps()
+    assert done[3:] == [True]
+    visitor.close()
+    visits.take_steps()
+    assert done[4:] == [False, Visited(False, os.getpid()), (0, HoldLimits(False))]
+    assert visits.fds() == []
+    visits.close()
 
 
 @pytest.mark.ranks(2)

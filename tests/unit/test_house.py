@@ -147,7 +147,7 @@ USED_BY = {
     "comm": {"compat", "pytest"},
     "compat": {"launch"},
     "engines": {"run"},
-    "insight": {"caller.debugging", "debug"},
+    "insight": {"debug"},
     "leases": {"pytest"},
     "sweeps": {"engines"},
 }
@@ -169,10 +169,27 @@ def test_nobody_imports_a_feature_but_itself() -> None:
 
 
 WORDS_OF_FEATURES = ("zygote", "widget", "display_pub")  # which have left the core, down to its comments
+WORDS_IN_NAMES = ("debug",)  # in no name that the core gives
+OTHERS_NAMES = {"set_debug_level_from_env"}  # torch's
 # The options that users' editors need to see are listed here, with what is written where.
 LISTS_OPTIONS = {"options", "features.py"}
 # Rooms of what is still to become a feature.
 NOT_THE_CORE = {"rendezvous", "joining_machines.py"}
+
+
+def names_in(module: ast.Module) -> set[str]:
+    """What attributes, parameters, functions and classes are called, and which modules are imported."""
+    found = set()
+    for node in ast.walk(module):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "log":
+            found.add(node.attr)
+        elif isinstance(node, ast.keyword | ast.arg):
+            found.add(str(node.arg))
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.ImportFrom):
+            found |= {str(node.module), *(alias.name for alias in node.names)}
+    return found
 
 
 def test_the_core_names_no_feature() -> None:
@@ -180,9 +197,9 @@ def test_the_core_names_no_feature() -> None:
     for path in (ROOT / "mlaunch").rglob("*.py"):
         inside = {*path.relative_to(ROOT / "mlaunch").parts}
         if inside.isdisjoint(LISTS_OPTIONS | NAMES | NOT_THE_CORE):
-            named = {node.attr for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)}
-            named |= {str(node.arg) for node in ast.walk(tree_of(path)) if isinstance(node, ast.keyword | ast.arg)}
+            named = names_in(tree_of(path))
             assert not named & OPTIONS, path
+            assert not [name for name in named - OTHERS_NAMES for word in WORDS_IN_NAMES if word in name.lower()], path
             text = path.read_text(encoding="utf-8").lower()
             assert not [word for word in WORDS_OF_FEATURES if word in text], path
 

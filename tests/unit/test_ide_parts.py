@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from mlaunch import Server, launcher
-from mlaunch.rank.debugging import ide, ide_adapter
+from mlaunch.debug.rank import ide, ide_adapter
 from mlaunch.rendezvous.address import LOOPBACK
 from tests.another_user import said_by_another_user
 
@@ -47,7 +47,7 @@ def test_an_ide_that_was_closed_keeps_no_rank(capfd: pytest.CaptureFixture[str])
     at = {"host": "127.0.0.1", "port": port, "server_token": None, "client_token": None, "parent": 1, "path": "/"}
 
     def run() -> int:
-        session = ide.FollowedSession(json.dumps(at), lambda: "rank 0 of train()")
+        session = ide.FollowedSession(json.dumps(at), "rank 0 of train()")
         return int(session.run(int, "7"))
 
     assert launcher(run, 1, device_type="cpu")() == [7]

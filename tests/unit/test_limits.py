@@ -10,16 +10,18 @@ import pytest
 
 from mlaunch.agent.supervision.launch_state import OngoingCall
 from mlaunch.base import linux
-from mlaunch.caller.debugging import asking
-from mlaunch.caller.launch import call, watchdog
+from mlaunch.caller.launch import watchdog
 from mlaunch.caller.launch.handle import LaunchHandle
 from mlaunch.caller.launch.watchdog import Killed, Limits
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.output_plan import Policy
 from mlaunch.caller.output.relay import Relay
 from mlaunch.caller.report.history import History
+from mlaunch.core.load import adapted
+from mlaunch.debug.caller import asking
+from mlaunch.debug.wire import Visited
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.debug_messages import HoldDeadline, Visited
+from mlaunch.protocol.messages.part_messages import PartSays
 from tests.unit.test_output import plan
 
 
@@ -61,14 +63,13 @@ def test_a_deadline_that_is_held_comes_no_nearer(monkeypatch: pytest.MonkeyPatch
     left = waiting.timeout()
     for _ in range(2):
         waiting.hold(True)
-        assert ongoing.obey(HoldDeadline(True), clock.now)
+        ongoing.hold(clock.now, held=True)
         assert (waiting.timeout(), ongoing.due) == (None, None)
         clock.now += 5000.0
         waiting.hold(False)
-        assert ongoing.obey(HoldDeadline(False), clock.now)
+        ongoing.hold(clock.now, held=False)
         assert waiting.timeout() == pytest.approx(left)
         assert ongoing.due == clock.now + 1000.0
-    assert not ongoing.obey(None, clock.now)
 
 
 def test_a_press_counts_while_a_deadline_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +149,7 @@ def test_no_clock_of_a_launch_counts_while_somebody_debugs_it() -> None:
     with contextlib.closing(theirs), contextlib.closing(handle):
         assert handle.timeout() is not None
         for held in (True, False):
-            theirs.send(Visited(held, 7))
+            theirs.send(PartSays("debug", Visited(held, 7)))
             linux.wait_readable([handle.fileno()], 60.0)
             assert handle.step()
             assert (handle.timeout() is None) == held
@@ -156,6 +157,7 @@ def test_no_clock_of_a_launch_counts_while_somebody_debugs_it() -> None:
 
 def test_a_call_with_a_debugger_has_no_clock_that_counts_at_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its deadline is held there; the others are not begun."""
-    monkeypatch.setattr(asking, "check_place", lambda _name: None)
-    options = call._debugged(Options(debug=True, stall=5.0, timeout=60.0, deadline=90.0), "f()")
+    monkeypatch.setattr(asking, "check_place", bool)
+    given = Options(debug=True, stall=5.0, timeout=60.0, deadline=90.0)
+    options = adapted(given)
     assert (options.stall, options.timeout, options.deadline) == (None, None, 90.0)

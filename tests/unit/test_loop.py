@@ -98,13 +98,13 @@ INSIDE = {
     "mlaunch.base.misuse": "test_only_functions_can_be_decorated",
     "mlaunch.base.ported_names": "test_a_name_of_another_launcher_says_what_to_use",
     "mlaunch.base.schema": "test_a_rank_that_fails",
-    "mlaunch.caller.debugging.asking": "test_the_lines_may_come_from_a_program",
-    "mlaunch.caller.debugging.debugged_handle": "test_the_lines_may_come_from_a_program",
-    "mlaunch.rank.debugging.debugger": "test_the_lines_may_come_from_a_program",
-    "mlaunch.rank.debugging.rank_pdb": "test_the_lines_may_come_from_a_program",
-    "mlaunch.rank.debugging.talk": "test_the_lines_may_come_from_a_program",
-    "mlaunch.caller.debugging.stopped_ranks": "test_the_lines_may_come_from_a_program",
-    "mlaunch.caller.debugging.visiting": "test_without_an_id",
+    "mlaunch.debug.caller.asking": "test_the_lines_may_come_from_a_program",
+    "mlaunch.debug.caller.debugged_handle": "test_the_lines_may_come_from_a_program",
+    "mlaunch.debug.rank.debugger": "test_the_lines_may_come_from_a_program",
+    "mlaunch.debug.rank.rank_pdb": "test_the_lines_may_come_from_a_program",
+    "mlaunch.debug.rank.talk": "test_the_lines_may_come_from_a_program",
+    "mlaunch.debug.caller.stopped_ranks": "test_the_lines_may_come_from_a_program",
+    "mlaunch.debug.caller.visiting": "test_without_an_id",
     "mlaunch.cli.debug_command": "test_without_an_id",
     "mlaunch.caller.ahead": "test_the_first_launch_can_be_prepared_too",
     "mlaunch.caller.inline": "test_a_call_in_this_process",
@@ -230,7 +230,7 @@ INSIDE = {
 # terminal that attaches to ranks: test_engine_parts.py, test_warm.py and test_attaching.py run these. What torch lacks
 # is tried by test_lacking_torch_parts.py, in processes from which its names are taken.
 FRESH = {"mlaunch.engines.member.main", "mlaunch.warm.caller.zygote_upkeep", "mlaunch.warm.wire.zygote_messages"}
-FRESH |= {"mlaunch.rank.debugging.visit", "mlaunch.warm.wire.inherited"}
+FRESH |= {"mlaunch.debug.rank.visit", "mlaunch.warm.wire.inherited"}
 FRESH |= {"mlaunch.leases.caller.remnants"}  # with a library of its own in place of the driver's
 FRESH |= {"mlaunch.profile.member"}  # of a profile on machines: torch's profiler alone takes seconds to import
 FRESH |= {f"mlaunch.torch_parts.{name}" for name in ("lacking", "recorder")}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mlaunch.base.fds import close_all
-from mlaunch.rank.debugging import ide_adapter
+from mlaunch.debug.rank import ide_adapter
 from mlaunch.rendezvous import peer_user
 from mlaunch.rendezvous.address import LOOPBACK, listen
 from mlaunch.rendezvous.peer_user import PeerUser

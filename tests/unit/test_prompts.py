@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from mlaunch.caller.debugging import words
-from mlaunch.caller.debugging.prompts import Prompts
-from mlaunch.caller.debugging.words import ForRanks, SwitchTo, TellWho
-from mlaunch.protocol.messages.debug_messages import Onward, PromptAsks, PromptLeft, PromptSays
+from mlaunch.debug.caller import words
+from mlaunch.debug.caller.prompts import Prompts
+from mlaunch.debug.caller.words import ForRanks, SwitchTo, TellWho
+from mlaunch.debug.wire import Onward, PromptAsks, PromptLeft, PromptSays
 
 
 class Table:

@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import pytest
 
+from mlaunch.debug.rank.rank_pdb import RankPdb
+from mlaunch.debug.rank.talk import Talk
+from mlaunch.debug.wire import Onward, PromptAsks, PromptLeft, PromptLine, PromptSays
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.debug_messages import Onward, PromptAsks, PromptLeft, PromptLine, PromptSays
-from mlaunch.rank.debugging.rank_pdb import RankPdb
-from mlaunch.rank.debugging.talk import Talk
 from tests.conftest import ROOT
 
 
@@ -167,7 +167,7 @@ def test_a_debugger_shows_places_as_ipythons_does(monkeypatch: pytest.MonkeyPatc
 
 TWO_TASKS = """
 import sys
-from mlaunch.rank.debugging import visit
+from mlaunch.debug.rank import visit
 seen = []
 def leave(frame):
     sys.settrace(None)

@@ -23,7 +23,7 @@ from mlaunch.caller import running_launches
 from mlaunch.cli import main, ps_and_stop
 from mlaunch.protocol import visitors
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.visitors import ATTACH, DEBUG, END, STATUS, Reception
+from mlaunch.protocol.visitors import END, STATUS, VISIT, Reception
 from mlaunch.warm.caller import zygote_client, zygote_upkeep
 from mlaunch.warm.server.zygote import Zygote
 from mlaunch.warm.wire import import_facts, zygote_place
@@ -42,6 +42,7 @@ from tests.sandboxes import (
 )
 
 LIMIT = 60.0  # seconds
+VISITS = (VISIT + b"debug come", VISIT + b"debug stop 0")
 Confine = Callable[[], None]
 IS_FILTERED = is_filtered(confinement())
 pytestmark = pytest.mark.skipif(IS_FILTERED, reason="this process is in a container or sandbox with a filter")
@@ -244,6 +245,9 @@ def answered(reception: Reception, said: Said) -> list[bytes]:
         for visitor, word in reception.take(ready):
             heard.append(word)
             visitors.answer(visitor, {})
+        for visitor, feature, word in reception.take_guests():
+            heard.append(VISIT + f"{feature} {word}".encode())
+            visitors.answer(visitor, {})
         reception.let_stoppers_go()
     return heard
 
@@ -254,7 +258,7 @@ def test_a_launch_lets_a_sandbox_neither_debug_nor_stop_it(
 ) -> None:
     """It may ask what the launch does."""
     with launch(monkeypatch, tmp_path) as reception:
-        for word in (DEBUG, ATTACH + b"0", STOP, END):
+        for word in (*VISITS, STOP, END):
             with in_sandbox(confine, says(word)) as said:
                 assert answered(reception, said) == []
                 assert "the launch does not do that for process" in json.loads(said())["refused"]
@@ -265,7 +269,7 @@ def test_a_launch_lets_a_sandbox_neither_debug_nor_stop_it(
 
 def test_a_launch_obeys_who_has_its_rights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with launch(monkeypatch, tmp_path) as reception:
-        for word in (DEBUG, ATTACH + b"0"):
+        for word in VISITS:
             with in_sandbox(nothing, says(word)) as said:
                 assert answered(reception, said) == [word]
         with in_sandbox(nothing, says(END)) as said:

@@ -21,6 +21,7 @@ CALL = "mlaunch.launcher(print, 1, {})()"
 ASKS = {
     "agreed_stop": ("stop_on='TERM'", CALL.format("stop_on='TERM'")),
     "cells": ("cells on ranks", "mlaunch.Ranks(n_gpus=1).cell('1')"),
+    "debug": ("debug=True", CALL.format("debug=True")),
     "display": ("to_svg()", "mlaunch.LaunchReport('f()', 'here', 0.1, 0, 1, ()).to_svg()"),
     "engines": (
         "--engine ssh:a",
@@ -38,7 +39,7 @@ ASKS = {
 }
 FLAGS = {"agreed_stop": "--stop-on", "events": "--events", "insight": "--stall", "leases": "--lease"}
 FLAGS |= {"numa": "--numa-binding", "profile": "--profile", "slow": "--slow"}
-COMMANDS = {"insight": ("stacks", "why", "ps --watch"), "run": ("run",), "warm": ("warm",)}
+COMMANDS = {"debug": ("debug",), "insight": ("stacks", "why", "ps --watch"), "run": ("run",), "warm": ("warm",)}
 
 
 @pytest.fixture(scope="module", params=[feature.name for feature in FEATURES])
@@ -86,6 +87,16 @@ def test_its_option_says_that_it_is_not_there(without: tuple[str, Path]) -> None
         f"{told_by}: {asked}: this installation of mlaunch lacks mlaunch/{name}, which does it; "
         f"install mlaunch again, or do without"
     )
+
+
+def test_a_breakpoint_in_a_rank_is_pythons_without_a_debugger(without: tuple[str, Path]) -> None:
+    name, copy = without
+    if name != "debug":
+        pytest.skip("it knows nothing of breakpoints")
+    pytest.importorskip("torch", reason="its rank needs torch")
+    statement = "import mlaunch, sys\nmlaunch.launcher(breakpoint, 1, device_type='cpu')()"
+    done = python(copy, "-c", statement)
+    assert "bdb.BdbQuit" in done.stderr, done.stderr
 
 
 def test_the_command_is_there(without: tuple[str, Path]) -> None:

@@ -168,7 +168,7 @@ def test_an_import_of_a_library_is_named_and_is_no_collective() -> None:
 
 
 def test_a_rank_at_a_prompt_is_in_the_debugger() -> None:
-    ours = str(ROOT / "mlaunch" / "rank" / "debugging" / "rank_pdb.py")
+    ours = str(ROOT / "mlaunch" / "debug" / "rank" / "rank_pdb.py")
     pythons = [(bdb.__file__, "90", "trace_dispatch"), (ours, "7", "interaction"), (bdb.__file__, "90", "dispatch")]
     assert in_words([*pythons, ("/home/train.py", "8", "train")]) == "in the debugger at train.py:8"
 

@@ -12,7 +12,6 @@ from mlaunch.agent.rank_process import RankProcess
 from mlaunch.agent.supervision.system import System
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.frozen_record import frozen_record
-from mlaunch.protocol.messages.debug_messages import HoldDeadline
 from mlaunch.protocol.messages.launch_messages import Errand
 from mlaunch.protocol.messages.prepared_messages import Details
 from mlaunch.protocol.result_queue import Results
@@ -57,16 +56,13 @@ class OngoingCall:
     from_launcher: bool = False  # who sent it to the ranks, and hears of small values without us
     left: float | None = None  # seconds of the deadline, while that is held
 
-    def obey(self, record: AgentHears | None, now: float) -> bool:
-        """Holds the deadline while a user debugs; False if the record is about something else."""
-        if not isinstance(record, HoldDeadline):
-            return False
+    def hold(self, now: float, *, held: bool) -> None:
+        """Hold the deadline, or have it count on."""
         left = self.left
-        if record.held and self.due is not None:
+        if held and self.due is not None:
             self.left, self.due = self.due - now, None
-        elif not record.held and left is not None:
+        elif not held and left is not None:
             self.left, self.due = None, now + left
-        return True
 
 
 class SharedFailure:

@@ -64,9 +64,10 @@ class Supervisor:
             scene.sections, scene.ranks, self._questions, scene.launcher, scene.peers,
             clock=self._clock, call=lambda: self._call.number, fail=self._end_for_part,
         )  # fmt: skip
+        self._parts.hold = lambda held: self._call.hold(self._clock(), held=held)
         if self._inspection is not None:
             self._inspection.facts, self._inspection.ask = self._parts.facts, self._parts.asked
-            self._parts.status = self._inspection.status
+            self._parts.status, self._parts.launch = self._inspection.status, self._inspection.launch
         self._parts.board, self._parts.stacks = scene.results.board, self._stopping.asked
         self._adopted = Adopted(scene.system, self._own_children)
 
@@ -108,6 +109,7 @@ class Supervisor:
             self._serve(ready)
             self._take_steps()
         self._adopted.close()
+        self._parts.close()
         if self._server is not None:
             self._server.kill()
         # The fork server reaps that one.
@@ -123,7 +125,7 @@ class Supervisor:
 
     def _sources(self) -> list[int]:
         ours = [self._results.queue.fileno(), *self._stopping.fds(), *self._questions.fds(), *self._ranks]
-        ours += self._adopted.fds()
+        ours += [*self._adopted.fds(), *(() if self._stopping.begun else self._parts.fds())]
         ours += [*self._listening, *([] if self._server is None else [self._server.sentinel]), *self._peers.fds()]
         return [*ours, *(() if self._inspection is None else self._inspection.fds())]
 
@@ -150,10 +152,11 @@ class Supervisor:
         """Answers those who have come to look, or to end the launch."""
         if self._inspection is None:
             return
-        self._inspection.serve(ready, self._questions, self._launcher)
-        self._call.obey(self._inspection.hold, self._clock())
+        self._inspection.serve(ready)
+        for visitor, feature, word in self._inspection.take_guests():
+            self._parts.welcome(feature, visitor, word)
         if self._inspection.stopped_by is not None and not self._stopping.begun:
-            self._end_by(failures.from_stop(self._inspection.stopped_by, self._inspection.stopped_with), whole=True)
+            self._end_by(failures.from_stop(self._inspection.stopped_by), whole=True)
         elif (request := self._inspection.take_request()) is not None:
             self._parts.visited(*request)
 
@@ -244,7 +247,7 @@ class Supervisor:
         self._take_word(fd, *(self._launcher.hear() if fd == self._launcher.fileno() else (None, [])))
 
     def _take_word(self, fd: int, record: AgentHears | None, fds: list[int]) -> None:
-        if self._parts.hear(record) or self._is_asked(record) or self._obey(record, fds):
+        if self._parts.hear(record, fds) or self._is_asked(record) or self._obey(record, fds):
             return
         if record is None:
             self._listening.discard(fd)
@@ -259,9 +262,9 @@ class Supervisor:
     def _is_asked(self, record: AgentHears | None) -> bool:
         return self._inspection is not None and self._inspection.obey(record, self._launcher)
 
-    def _obey(self, record: AgentHears | None, _fds: list[int]) -> bool:
-        """Does what a launcher asks of the call, or of ranks that stay; False if it asks for something else."""
-        return self._call.obey(record, self._clock())
+    def _obey(self, _record: AgentHears | None, _fds: list[int]) -> bool:
+        """Does what a launcher asks of ranks that stay, or are prepared; False if it asks for something else."""
+        return False
 
     def _check_deadline(self) -> None:
         if self._stopping.begun or self._call.due is None or self._clock() < self._call.due:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import os
 import sys
 import time
@@ -57,8 +56,10 @@ def call_on_ranks(
 ) -> Ended:
     """Runs the function once per device; returns how the last attempt ended."""
     name = f"{getattr(function, '__qualname__', type(function).__qualname__)}()"
-    if options.debug:
-        options = _debugged(options, name)
+    if options.features:
+        from mlaunch.core.load import adapted  # which most calls do not need
+
+        options = adapted(options)
     options = with_directory(options, name)
     flush_streams()  # what was printed before the call stands before what the ranks print
     work = CallWork(options, Call(function, args, kwargs), name)
@@ -91,18 +92,6 @@ def with_parts(options: Options, make: Callable[[CallerParts], Steps]) -> Ended:
     finally:
         if parts is not None:
             parts.close()
-
-
-def _debugged(options: Options, name: str) -> Options:
-    """Returns the options without clocks, which would count while somebody reads. ValueError: there is nobody."""
-    if options.debug is True:
-        from mlaunch.caller.debugging import asking  # for this alone
-
-        asking.check_place(name)
-    elif importlib.util.find_spec("debugpy") is None:
-        raise misuse(ModuleNotFoundError(f"debug={options.debug!r} for {name} needs debugpy (extra: debug)"))
-    deadline = options.deadline if options.debug is True else None  # it is held while there is a prompt
-    return options.replaced({"timeout": None, "deadline": deadline, "stall": None})
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,6 @@ from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.server.fork_server import ServerGoneError
 from mlaunch.core.grants import Need
 from mlaunch.protocol import visitors
-from mlaunch.protocol.messages.debug_messages import Visited
 from mlaunch.protocol.messages.launch_messages import AgentStarted, Cancel, Finished, RankStarted, Reaped
 from mlaunch.protocol.messages.machine_messages import Waiting
 from mlaunch.protocol.messages.part_messages import ForPart, PartSays
@@ -286,9 +285,6 @@ class LaunchHandle:
             self._watchers.take(record.number, visitors.read_status(fds[0]))
         elif isinstance(record, Waiting):
             self.waiting = record.text
-        elif isinstance(record, Visited):
-            self._limits.hold(record.held)
-            self._watchers.hold(held=record.held)
         elif isinstance(record, PartSays):
             self._note(record)
         if words := words_on(self.spec.call.name, record):
@@ -300,5 +296,8 @@ class LaunchHandle:
 
         note = module_of(record.feature, "caller").noted(record.news, self.spec.call.name)
         self.outcome.facts.update(note.facts)
+        if note.holds is not None:
+            self._limits.hold(note.holds)
+            self._watchers.hold(held=note.holds)
         if note.words:
             self.relay.output.say(note.words)

@@ -8,13 +8,12 @@ from collections.abc import Callable, Mapping
 from multiprocessing.process import current_process
 from typing import TYPE_CHECKING
 
-from mlaunch.base import child_debugging, linux, rlimits
+from mlaunch.base import linux, rlimits
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.log import log
 from mlaunch.caller.launch import device_choice
 from mlaunch.caller.launch.device_choice import DeviceChoice
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.options.trouble_options import debug_word
 from mlaunch.caller.report import notebook
 from mlaunch.protocol import token as tokens
 from mlaunch.protocol.messages.launch_messages import Ready
@@ -73,7 +72,6 @@ def plan(options: Options, machine: ThisMachine, name: str, environ: Mapping[str
         secret=os.urandom(16).hex() if cluster is None else cluster.token or "",
         context=context_of(environ),
         cluster=cluster,
-        debug=debug_word(options.debug, world_size) or child_debugging.address(),
         sections={} if attempt.parts is None else attempt.parts.sections,
     )
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from mlaunch.base.misuse import is_misuse, misuse
 from mlaunch.caller import interrupts
 from mlaunch.caller.launch.handle import LaunchHandle
-from mlaunch.caller.options.trouble_options import PROMPT
 from mlaunch.caller.output.output_plan import OutputPlan
 from mlaunch.caller.output.relay import Relay
 from mlaunch.caller.report.history import History
@@ -90,8 +89,10 @@ def _handle(
     prepared: bool = False,
 ) -> LaunchHandle:
     kind = LaunchHandle
-    if spec.debug == PROMPT:
-        from mlaunch.caller.debugging.debugged_handle import DebuggedHandle as kind  # for this alone
+    if spec.sections:
+        from mlaunch.core.load import handle_of  # which most launches do not need
+
+        kind = handle_of(spec.sections, LaunchHandle)
     relay = Relay(output, spec.local_world_size, spec.restart_count)
     return kind(spec, server, agent, relay, history, prepared=prepared)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mlaunch.base.text import in_bytes
-from mlaunch.protocol.messages.debug_messages import Visited
 from mlaunch.protocol.messages.launch_messages import NamesLeft
 from mlaunch.protocol.messages.machine_messages import MachineSilent, Waiting
 
@@ -19,8 +18,6 @@ def words_on(name: str, record: AgentSays) -> str:
     """Return what to say of a record to the user of the launch; "": nothing."""
     if isinstance(record, NamesLeft):
         return _names_left(name, record)
-    if isinstance(record, Visited):
-        return f"{name} is debugged {'by' if record.held else 'no more: it was by'} mlaunch debug (pid {record.pid})"
     if isinstance(record, MachineSilent):
         return f"{name}: {record.text}"
     return f"{name} waits for its other machines, {record.text}" if isinstance(record, Waiting) else ""

@@ -10,7 +10,6 @@ import re
 
 from mlaunch.caller.options.option_values import Switch, option
 
-PROMPT = "pdb"  # the word for a prompt, as a launch has it
 _IDE = re.compile(r"debugpy(?::(?P<ranks>\d+(?:,\d+)*))?")
 _STOP = "stop"
 
@@ -69,15 +68,10 @@ class ShareOfTime:
             raise ValueError(f"{name}={value!r}: allowed: {self}") from None
 
 
-def debug_word(value: bool | str, world_size: int) -> str:
-    """Returns what a launch of so many ranks is told: "", "pdb", "debugpy", "debugpy:0,2". ValueError: no such rank."""
-    if isinstance(value, bool):
-        return PROMPT if value else ""
-    found = _IDE.fullmatch(value)
-    ranks = [int(rank) for rank in (found["ranks"] or "").split(",") if rank] if found else []
-    if any(rank >= world_size for rank in ranks):
-        raise ValueError(f"debug={value!r} with {world_size} rank(s): allowed: ranks from 0 to {world_size - 1}")
-    return "debugpy:" + ",".join(map(str, ranks)) if ranks else "debugpy"
+def ranks_of(debug: bool | str) -> list[int]:
+    """Returns the ranks that ``debug=`` names: [0, 2] for "debugpy:0,2", and none for all."""
+    found = _IDE.fullmatch(debug) if isinstance(debug, str) else None
+    return [int(rank) for rank in (found["ranks"] or "").split(",") if rank] if found else []
 
 
 class DebugWay:

@@ -108,11 +108,8 @@ def with_directory(options: Options, name: str) -> Options:
 
 
 def place_of(options: Options, *, blocks: bool = True) -> LivePlace | None:
-    """Returns where lines change, if the options want any that do; none below a debugger's prompt.
-
-    ``blocks``: as of ``live_place``.
-    """
-    return live_place(blocks=blocks) if options.progress and not options.debug else None
+    """Returns where lines change, if the options want any that do. ``blocks``: as of ``live_place``."""
+    return live_place(blocks=blocks) if options.progress else None
 
 
 def output_plan(options: Options, spec: LaunchSpec, place: LivePlace | None = None, trial: str = "") -> OutputPlan:

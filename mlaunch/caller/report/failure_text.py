@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mlaunch.base.exceptions import RankFailure
-from mlaunch.base.frames import innermost_users, is_debugger, is_import, is_ours, is_ranks_own, module_of
+from mlaunch.base.frames import innermost_users, is_import, is_ours, is_prompt, is_ranks_own, module_of
 from mlaunch.base.text import name_some_ranks
 from mlaunch.caller.report import notebook
 from mlaunch.protocol.messages.launch_messages import Phase, RankStacks
@@ -139,7 +139,7 @@ def in_words(frames: Sequence[tuple[str, str, str]]) -> str:
         return ""
     file, line, name = frames[place]
     inner, outer = frames[:place], frames[place + 1 :]
-    if any(is_debugger(file) for file, _, _ in inner):
+    if any(is_prompt(file) for file, _, _ in inner):
         doing = "in the debugger"
     elif inner and is_import(inner[-1][0]):
         doing = f"importing {_imported(inner) or _named_in(file, line) or 'a module'}"

@@ -13,7 +13,7 @@ from mlaunch.base import linux
 from mlaunch.base.fds import close_all, in_forks
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.caller.server.fork_server import ForkServer
-from mlaunch.features import of_one_call
+from mlaunch.features import served_apart
 from mlaunch.protocol import registry
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.launch_messages import AgentFailed, AgentStarted, RanksStarting
@@ -86,7 +86,7 @@ class Preparation:
 
 def _is_wanted(spec: LaunchSpec) -> bool:
     alone = spec.cluster is None and spec.command is None and spec.port == 0 and spec.restart_count == 0
-    alone = alone and not spec.debug and not of_one_call(spec.sections)
+    alone = alone and not served_apart(spec.sections)
     small = spec.local_world_size <= max(_FEW_RANKS, _RANKS_PER_CORE * len(os.sched_getaffinity(0)))
     return alone and small and os.environ.get(_VARIABLE) != "0" and not linux.memory_is_short()
 

@@ -18,9 +18,9 @@ from dataclasses import field
 from typing import TYPE_CHECKING
 
 from mlaunch.base import linux
-from mlaunch.base.child_debugging import not_debugged, stay_undebugged
 from mlaunch.base.fds import KeptFd, in_forks
 from mlaunch.base.frozen_record import frozen_record
+from mlaunch.base.unfollowed import not_followed, stay_unfollowed
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.caller.warn import warn_caller
 from mlaunch.protocol import originals
@@ -53,7 +53,7 @@ def start_interpreter(environ: Mapping[str, str], like: Interpreter | None = Non
     ours, theirs = Channel.pair()
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     code = _BOOTSTRAP.format(theirs.fileno(), os.getpid(), tuple(like.preload))
-    with not_debugged():
+    with not_followed():
         process = subprocess.Popen(
             [like.executable, *flags, "-c", code, "mlaunch-fork-server", str(os.getpid()), *like.path],
             env=with_huge_heap(environ),
@@ -104,7 +104,7 @@ def start_fork(call: Call) -> ForkServer:
     caller = os.getpid()
     process.flush()  # what is in a buffer now, such as a warning of ours, would be written by each fork again
     in_common = originals.of_main(call.function)
-    with warnings.catch_warnings(), not_debugged():
+    with warnings.catch_warnings(), not_followed():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of threads: _check_forkable has said it
         pid = os.fork()
     if pid == 0:
@@ -121,7 +121,7 @@ def _become_server(
     from mlaunch.rank.setup import process
 
     try:
-        stay_undebugged()
+        stay_unfollowed()
         ours.close()
         # Away from the terminal's group, whose Ctrl-C and hang-up are the caller's to answer.
         os.setsid()

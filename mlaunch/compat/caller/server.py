@@ -15,7 +15,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 
-from mlaunch.base.child_debugging import not_debugged
+from mlaunch.base.unfollowed import not_followed
 from mlaunch.rendezvous import secret
 from mlaunch.rendezvous.address import LOOPBACK, listen
 
@@ -50,7 +50,7 @@ class Server:
             self.address, self.py_server_port = listener.getsockname()[:2]
             fd = listener.fileno()
             # A process of its own: one that hosts the store's thread must never fork, and a user's process may.
-            with not_debugged():
+            with not_followed():
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", _BOOTSTRAP, "--fd", str(fd), *sys.path],
                     stdin=subprocess.PIPE,  # its end tells the server that we are gone

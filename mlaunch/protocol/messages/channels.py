@@ -11,15 +11,7 @@ from typing import NoReturn, TypeAlias
 
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.control_messages import Attach, HoldLimits, Question, Told
-from mlaunch.protocol.messages.debug_messages import (
-    HoldDeadline,
-    PromptAsks,
-    PromptLeft,
-    PromptLine,
-    PromptSays,
-    Visited,
-)
+from mlaunch.protocol.messages.control_messages import Question, Told
 from mlaunch.protocol.messages.kept_messages import (
     CallOver,
     DirectCall,
@@ -69,10 +61,10 @@ ServerHears = StartLaunch | PrepareNext | CountDevices | Retire
 ServerSays = Ready | NotReady
 CountingSays = DeviceCount  # a fork of the fork server that counts devices
 # A launcher and the launch's agent. The fork server says the first word and the last one.
-AgentHears = (BeginCall | Cancel | HoldDeadline | TellStatus) | (NextCall | EndCall | EndRanks | MeetAgain) | ForPart
+AgentHears = (BeginCall | Cancel | TellStatus) | (NextCall | EndCall | EndRanks | MeetAgain) | ForPart
 AgentSays = (
     (AgentStarted | AgentFailed | CallBegun | RanksStarting | RankStarted | RankAnswered | RankStacks | RankGone)
-    | (DeadlinePassed | ServerGone | NamesLeft | Finished | Reaped | StatusTold | Visited)
+    | (DeadlinePassed | ServerGone | NamesLeft | Finished | Reaped | StatusTold)
     | (CallOver | RanksStand | RanksBack | PartSays)
     | (Waiting | MachineSilent | Refused | RankFailure)
 )
@@ -84,11 +76,8 @@ RestingAgentSays = Free
 # An agent and one of its ranks, which answers on the result queue; and this rank's control thread.
 RankHears = RunCall | AnswerFile | Release | DirectCall
 RankSays = NoReturn
-ControlHears = Question | ForPart | HoldLimits | Attach
+ControlHears = Question | ForPart
 ControlSays = Told
-# The caller and the debugger in a rank.
-DebuggerHears = PromptLine
-DebuggerSays = PromptSays | PromptAsks | PromptLeft
 # An agent and its link to the other machines.
 LinkHears = RankFailure | PartSays | Done
 LinkSays = Waiting | Refused | RankFailure | Beat | Planned | AllGone | ForPart

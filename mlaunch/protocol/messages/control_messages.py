@@ -1,9 +1,7 @@
 """The records between an agent and the control thread of each of its ranks, on a channel of the rank's own.
 
 agent -> rank   Question                        (attached: the memfd for the answer)
-agent -> rank   ForPart                         (of part_messages.py, as PartAsks is)
-agent -> rank   HoldLimits
-agent -> rank   Attach                          (attached: the socket of who debugs, see debug_messages.py)
+agent -> rank   ForPart                         (of part_messages.py, as PartAsks is; attached: what its feature sends)
 rank -> agent   Told                            (the answer is in that memfd)
 """
 
@@ -23,21 +21,6 @@ class TellNumbers:
 @frozen_record
 class TellTurns:
     """Asks how often the rank's function has come by what features count: a larger number is progress."""
-
-
-@frozen_record
-class HoldLimits:
-    """Lifts the limits of operations that begin from now on, since somebody debugs; False sets them as they were."""
-
-    held: bool
-
-
-@frozen_record
-class Attach:
-    """Asks the rank to stop at its next line, and to talk there. ``who``: "rank 1 of train()"."""
-
-    rank: int
-    who: str
 
 
 @frozen_record

@@ -153,7 +153,7 @@ class RanksStarting:
 @frozen_record
 class RankStarted:
     """A rank was forked. ``at``: the agent's monotonic seconds. Attached: the channel to it, if it stays, on which the
-    launcher may send calls, or that of its debugger, if its caller debugs; the reading ends of its streams' pipes.
+    launcher may send calls; the reading ends of its streams' pipes.
     """
 
     rank: int

@@ -12,6 +12,7 @@ import functools
 import inspect
 import itertools
 import pickle
+import sys
 import time
 import traceback
 import unittest
@@ -36,7 +37,7 @@ from mlaunch.pytest.rank.explanation import Explanation
 from mlaunch.pytest.rank.rank_request import Place
 from mlaunch.pytest.wire.rank_barrier import RankBarrier
 from mlaunch.pytest.wire.rank_tests import Beginning, Part, RankTest, Verdict
-from mlaunch.rank import breakpoints, in_step
+from mlaunch.rank import in_step
 
 _KINDS: tuple[tuple[type[BaseException], str], ...] = (
     (pytest.skip.Exception, "skipped"),
@@ -225,13 +226,18 @@ def _places(error: BaseException) -> tuple[tuple[str, int], ...]:
 
 def _examined(error: BaseException) -> None:
     """Opens a prompt where a test has failed, if somebody debugs."""
-    debugger = breakpoints.debugger_here()
+    debugger = _debugger()
     if debugger is not None and isinstance(error, Exception | pytest.fail.Exception) and _kind_of(error) == "failed":
         debugger.examine(error)
 
 
+def _debugger() -> Any:
+    """Return what debugs this rank; None: nobody does."""
+    return getattr(sys.breakpointhook, "debugger", None)
+
+
 def _call(function: Callable[..., Any], values: dict[str, Any]) -> None:
-    debugger = breakpoints.debugger_here()
+    debugger = _debugger()
     result = debugger.step_into(function, **values) if debugger is not None and _traced[0] else function(**values)
     if inspect.iscoroutine(result):
         import asyncio  # for this alone

@@ -29,7 +29,7 @@ class SlowLookout(AgentPart):
         self._has_told = False
         self._slow: tuple[tuple[int, ...], float] = (), 0.0  # which ranks are, and since when
 
-    def hear(self, word: object, call: int) -> None:
+    def hear(self, word: object, call: int, *_fds: int) -> None:
         if isinstance(word, BeginToLook) and call == self._scene.call:
             self._next_at = self._clock() + self._terms.every
             self._ask()

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from mlaunch.base import linux
-from mlaunch.base.child_debugging import not_debugged
 from mlaunch.base.confinement import confinement, is_filtered
 from mlaunch.base.exceptions import LaunchError, describe_exit
 from mlaunch.base.log import is_curious, tell_curious
 from mlaunch.base.peer_process import peer_process, pidfd_of_peer, rights_lacking_to_peer
+from mlaunch.base.unfollowed import not_followed
 from mlaunch.caller.server.attachments import in_memfds
 from mlaunch.caller.server.start_server import with_huge_heap
 from mlaunch.protocol import registry, token
@@ -197,7 +197,7 @@ def _start(
     # What modules may read while they are imported, and only so long: not in /proc/PID/environ, where all forks of a
     # process that stays for hours would have the secrets of the shell that started it.
     rest = {name: value for name, value in environ.items() if name not in kept and name != token.VARIABLE}
-    with in_memfds([("environ", rest if preload else {})]) as (passed,), not_debugged():
+    with in_memfds([("environ", rest if preload else {})]) as (passed,), not_followed():
         process = subprocess.Popen(
             [sys.executable, *flags, "-c", code, "mlaunch-fork-server"],
             env=with_huge_heap(kept),

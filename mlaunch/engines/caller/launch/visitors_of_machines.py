@@ -20,7 +20,7 @@ from mlaunch.engines.wire.member_messages import Look
 from mlaunch.protocol import registry
 from mlaunch.protocol.messages.status_messages import TellStatus
 from mlaunch.protocol.spec import LaunchSpec
-from mlaunch.protocol.visitors import ATTACH, DEBUG, Reception, answer, tell_launcher
+from mlaunch.protocol.visitors import Reception, answer, tell_launcher
 
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import AgentHears, AgentsEnd
@@ -90,10 +90,9 @@ class Lookout:
     def serve(self, ready: Collection[int], there: Sequence[Machine]) -> None:
         """Asks the machines that are ``there`` what visitors want to know; answers what has waited too long."""
         for visitor, word in self._reception.take(ready):
-            if word == DEBUG or word.startswith(ATTACH):
-                answer(visitor, {"refused": self._no_debugger()})
-            else:
-                self.ask(word, there, functools.partial(answer, visitor))
+            self.ask(word, there, functools.partial(answer, visitor))
+        for visitor, _, _ in self._reception.take_guests():  # who debugs
+            answer(visitor, {"refused": self._no_debugger()})
         for number in [number for number, one in self._questions.items() if time.monotonic() >= one.due]:
             self._finish(number)
 

@@ -13,11 +13,10 @@ import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NoReturn
 
-from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.debug_messages import Onward, PromptAsks, PromptLeft, PromptLine, PromptSays
+from mlaunch.debug.wire import Onward, PromptAsks, PromptLeft, PromptLine, PromptSays
 
 if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import DebuggerHears, DebuggerSays
+    from mlaunch.debug.wire import PromptHears, PromptTells, RanksEnd
 
 _AT_ONCE = 8000  # characters in a record
 
@@ -25,7 +24,7 @@ _AT_ONCE = 8000  # characters in a record
 class Talk(io.TextIOBase):
     """A text file to a debugger. ``rank``: its number, for prompts."""
 
-    def __init__(self, channel: Channel[DebuggerHears, DebuggerSays], rank: int) -> None:
+    def __init__(self, channel: RanksEnd, rank: int) -> None:
         self._channel = channel
         self._rank = rank
         self._turn = threading.RLock()
@@ -94,10 +93,10 @@ class Talk(io.TextIOBase):
         if self.how is Onward.QUITS:
             self._wait_for_end()
 
-    def _send(self, record: DebuggerSays) -> None:
+    def _send(self, record: PromptTells) -> None:
         self._channel.try_send(record)
 
-    def _receive(self) -> DebuggerHears:
+    def _receive(self) -> PromptHears:
         try:
             return self._channel.receive()[0]
         except EOFError:

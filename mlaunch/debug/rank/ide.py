@@ -11,14 +11,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from mlaunch.rank.debugging.ide_adapter import start_adapter
+from mlaunch.debug.rank.ide_adapter import start_adapter
 from mlaunch.rendezvous.address import LOOPBACK
 
 
 class FollowedSession:
-    """Goes to the IDE that debugs the caller. ``address``: that of ``child_debugging``; ``who``: "rank 1 of f()"."""
+    """Goes to the IDE that debugs the caller. ``address``: as ``DebugTerms.way``; ``who``: "rank 1 of f()"."""
 
-    def __init__(self, address: str, who: Callable[[], str]) -> None:
+    def __init__(self, address: str, who: str) -> None:
         self._at = json.loads(address)
         self._who = who
         self._attached = False
@@ -40,7 +40,7 @@ class FollowedSession:
         import pydevd  # type: ignore[import-not-found, unused-ignore]  # debugpy's own
 
         pydevd.SetupHolder.setup = None  # a fork of the caller has one, by which it is a child that the IDE never saw
-        print(f"{self._who()} is process {os.getpid()}, which the IDE calls Subprocess {os.getpid()}", flush=True)
+        print(f"{self._who} is process {os.getpid()}, which the IDE calls Subprocess {os.getpid()}", flush=True)
         try:
             # As a fork of the caller would: debugpy.connect() does not pass the first token on. What the rank starts
             # is not followed, since nobody would attach to a data loader's workers.
@@ -54,7 +54,7 @@ class FollowedSession:
                 ppid=at["parent"],
             )
         except Exception as error:  # the IDE was closed; what debugpy raises then is its own business
-            print(f"{self._who()} runs without the IDE that debugs its caller: {error!r}", file=sys.stderr, flush=True)
+            print(f"{self._who} runs without the IDE that debugs its caller: {error!r}", file=sys.stderr, flush=True)
             return
         debugpy.wait_for_client()
         sys.breakpointhook = debugpy.breakpoint
@@ -63,7 +63,7 @@ class FollowedSession:
 class IdeSession:
     """``who``: "rank 1 of train()". Started once, and made before debugpy is imported."""
 
-    def __init__(self, who: Callable[[], str]) -> None:
+    def __init__(self, who: str) -> None:
         self._who = who
         self._pid = os.getpid()
 
@@ -74,8 +74,8 @@ class IdeSession:
         # debugpy would attach to each process that the rank starts, data loaders too.
         debugpy.configure(subProcess=False)
         # Not debugpy.listen(): its adapter answers every user of the machine, who would run code here.
-        for_ides, for_rank, token = start_adapter(self._who())
-        print(f"{self._who()} waits for an IDE. Its entry in launch.json: {self._entry(for_ides)}", flush=True)
+        for_ides, for_rank, token = start_adapter(self._who)
+        print(f"{self._who} waits for an IDE. Its entry in launch.json: {self._entry(for_ides)}", flush=True)
         debugpy.connect((LOOPBACK, for_rank), access_token=token)
         debugpy.wait_for_client()
         sys.breakpointhook = debugpy.breakpoint
@@ -83,7 +83,7 @@ class IdeSession:
 
     def _entry(self, port: int) -> str:
         at = {"host": LOOPBACK, "port": port}
-        entry = {"name": self._who(), "type": "debugpy", "request": "attach", "connect": at, "justMyCode": False}
+        entry = {"name": self._who, "type": "debugpy", "request": "attach", "connect": at, "justMyCode": False}
         return json.dumps(entry)
 
 

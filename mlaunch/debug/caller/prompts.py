@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
+from mlaunch.debug.wire import Onward, PromptAsks, PromptLeft, PromptSays
 from mlaunch.protocol.channel import assert_never
-from mlaunch.protocol.messages.debug_messages import Onward, PromptAsks, PromptLeft, PromptSays
 
 if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import DebuggerSays
+    from mlaunch.debug.wire import PromptTells
 
 _PATIENCE = 1.0  # seconds for ranks that take a step
 
@@ -37,7 +37,7 @@ class Prompts:
         self._fails = False  # a rank does, and the launch is about to end
         self.quit: tuple[int, str] | None = None  # the rank whose prompt has ended the launch, and where that was
 
-    def take(self, rank: int, record: DebuggerSays) -> None:
+    def take(self, rank: int, record: PromptTells) -> None:
         """Takes in what a rank says."""
         match record:
             case PromptSays():

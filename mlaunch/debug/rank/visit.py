@@ -22,15 +22,15 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.frames import is_bottom, is_library, is_ours
+from mlaunch.debug.rank.breakpoints import BreakpointHook
+from mlaunch.debug.rank.debugger import Debugger
+from mlaunch.debug.rank.rank_pdb import RankPdb
+from mlaunch.debug.rank.talk import Talk
+from mlaunch.debug.wire import Onward, PromptLine
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.debug_messages import Onward, PromptLine
-from mlaunch.rank.breakpoints import BreakpointHook
-from mlaunch.rank.debugging.debugger import Debugger
-from mlaunch.rank.debugging.rank_pdb import RankPdb
-from mlaunch.rank.debugging.talk import Talk
 
 if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import DebuggerHears, DebuggerSays
+    from mlaunch.debug.wire import RanksEnd
 
 _GENERATED = "<string>"
 _Task = Callable[[FrameType | None], None]
@@ -44,7 +44,7 @@ def begin(fd: int, rank: int, who: str) -> None:
 
     ``who``: "rank 1 of train()". Called by the control thread.
     """
-    channel: Channel[DebuggerHears, DebuggerSays] = Channel.adopt(fd)
+    channel: RanksEnd = Channel.adopt(fd)
     if _present:  # its visitor has gone a moment ago
         _present[0].end()
     visit = Visit(channel, rank, who)
@@ -62,7 +62,7 @@ def end() -> None:
 class Visit(Debugger):
     """Made by the control thread; all else happens in the rank's others."""
 
-    def __init__(self, channel: Channel[DebuggerHears, DebuggerSays], rank: int, who: str) -> None:
+    def __init__(self, channel: RanksEnd, rank: int, who: str) -> None:
         super().__init__(channel, rank, who)
         self._channel = channel
         self._talk = VisitorsTalk(channel, rank)
@@ -101,7 +101,7 @@ class Visit(Debugger):
         if self not in _present or frame is None:
             return
         self._hooks = sys.breakpointhook, pdb.set_trace
-        sys.breakpointhook = BreakpointHook(lambda: self._who, self)
+        sys.breakpointhook = BreakpointHook(self._who, self, self._pid)
         pdb.set_trace = sys.breakpointhook
         self.stop_at(frame)
 
@@ -109,7 +109,7 @@ class Visit(Debugger):
 class VisitorsTalk(Talk):
     """Knows no caller who would end the launch: where the visitor is gone, the rank goes on."""
 
-    def __init__(self, channel: Channel[DebuggerHears, DebuggerSays], rank: int) -> None:
+    def __init__(self, channel: RanksEnd, rank: int) -> None:
         super().__init__(channel, rank)
         # What leads out of all that a debugger may be doing: a list of commands, or an unfinished statement.
         self._ways_out = itertools.cycle(["end", None])

@@ -25,7 +25,7 @@ _CODE = """
 import json, sys
 given = json.load(sys.stdin)
 sys.path[:] = given["path"]
-from mlaunch.rank.debugging.ide_adapter import main
+from mlaunch.debug.rank.ide_adapter import main
 main(given["token"], given["name"])
 """
 

@@ -69,7 +69,7 @@ def _chosen(wanted: Sequence[int] | None, launches: Sequence[Mapping[str, Any]])
 
 
 def _visit(names: Sequence[str], launch: Mapping[str, Any], ranks: Sequence[int]) -> int:
-    from mlaunch.caller.debugging.visiting import AttachedRanks, LaunchParts
+    from mlaunch.debug.caller.visiting import AttachedRanks, LaunchParts
 
     parts = LaunchParts(names)
     visit = AttachedRanks(launch["id"], launch["function"], parts, _write)

@@ -11,20 +11,19 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from mlaunch.protocol.channel import Channel
+from mlaunch.debug.rank.rank_pdb import RankPdb
+from mlaunch.debug.rank.talk import Talk
 from mlaunch.rank import remote_error
-from mlaunch.rank.debugging.rank_pdb import RankPdb
-from mlaunch.rank.debugging.talk import Talk
 from mlaunch.rank.setup import group
 
 if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import DebuggerHears, DebuggerSays
+    from mlaunch.debug.wire import RanksEnd
 
 
 class Debugger:
     """Made once in a rank, before it joins its group. ``who``: "rank 1 of train()"."""
 
-    def __init__(self, channel: Channel[DebuggerHears, DebuggerSays], rank: int, who: str) -> None:
+    def __init__(self, channel: RanksEnd, rank: int, who: str) -> None:
         self._talk = Talk(channel, rank)
         self._who = who
         self._pid = os.getpid()

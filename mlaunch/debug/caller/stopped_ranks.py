@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.base import linux
 from mlaunch.base.text import name_ranks
-from mlaunch.caller.debugging import words
-from mlaunch.caller.debugging.prompts import Prompts
-from mlaunch.caller.debugging.words import ForRanks, TellWho
 from mlaunch.caller.report import notebook
-from mlaunch.insight.caller.why_text import view_of
-from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.debug_messages import PromptLine
+from mlaunch.core import load
+from mlaunch.debug.caller import words
+from mlaunch.debug.caller.prompts import Prompts
+from mlaunch.debug.caller.words import ForRanks, TellWho
+from mlaunch.debug.wire import PromptLine
+from mlaunch.protocol.visitors import STATUS
 
 if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import DebuggerHears, DebuggerSays
+    from mlaunch.debug.wire import DebuggersEnd
 
 
 class StoppedRanks:
@@ -26,7 +27,7 @@ class StoppedRanks:
         self._name = name
         self._write = write
         self._ask_who = ask_who
-        self.channels: dict[int, Channel[DebuggerSays, DebuggerHears]] = {}
+        self.channels: dict[int, DebuggersEnd] = {}
         self.prompts = Prompts(lambda text: write(notebook.short_names(text)))
 
     def hear(self, rank: int) -> bool:
@@ -79,3 +80,18 @@ class StoppedRanks:
         if others:
             self._write(f"{name_ranks(others)} of {self._name}: not at a prompt (who says more)\n")
         return not others
+
+
+def question() -> bytes:
+    """Return the word that asks what ranks do, as ``mlaunch why``; their states where that feature is not there."""
+    found = load.at_hand("insight", "wire")
+    return STATUS if found is None else bytes(found.WHY)
+
+
+def view_of(rank: Mapping[str, Any]) -> Any:
+    """Return what a rank does, as ``mlaunch why`` tells it; its state alone where that feature is not there."""
+    try:
+        from mlaunch.insight.caller import why_text
+    except ModuleNotFoundError:
+        return SimpleNamespace(rank=rank["rank"], doing=f"is {rank['state']}", operation="")
+    return why_text.view_of(rank)

@@ -12,8 +12,8 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from mlaunch.base.frames import innermost_users, is_bottom, is_ours
-from mlaunch.protocol.messages.debug_messages import Onward
-from mlaunch.rank.debugging.talk import Talk
+from mlaunch.debug.rank.talk import Talk
+from mlaunch.debug.wire import Onward
 
 _Stack = list[tuple[FrameType, int]]
 _STEPS = {"next", "n", "step", "s", "until", "unt", "return", "r", "jump", "j", "continue", "cont", "c"}

@@ -30,8 +30,8 @@ class WithdrawnError(Exception):
     """The question is void: nobody waits for its answer any more."""
 
 
-def check_place(name: str) -> None:
-    """Raises ValueError where nobody can be asked, before anything starts. ``name``: of the launch."""
+def check_place() -> None:
+    """Raise ValueError where nobody can be asked, before anything starts."""
     why = ""
     if threading.current_thread() is not threading.main_thread():
         why = "this is not the main thread, which alone may ask for input"
@@ -41,7 +41,7 @@ def check_place(name: str) -> None:
     elif not (_is_terminal(sys.stdin) and _is_terminal(sys.stdout)):
         why = "standard input or output is no terminal: it is redirected, or this is a job without one"
     if why:
-        raise misuse(ValueError(f"debug=True for {name}: there is nobody to ask: {why}. Call it in a terminal or in a "
+        raise misuse(ValueError(f"debug=True: there is nobody to ask: {why}. Call it in a terminal or in a "
                                 f"notebook's cell, or leave debug= out"))  # fmt: skip
 
 

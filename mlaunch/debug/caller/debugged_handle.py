@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mlaunch.base import linux
-from mlaunch.caller.debugging import asking
-from mlaunch.caller.debugging.stopped_ranks import StoppedRanks
 from mlaunch.caller.launch.handle import LaunchHandle
 from mlaunch.caller.output.relay import Events
 from mlaunch.caller.report import notebook
-from mlaunch.insight.wire import WHY
+from mlaunch.debug.caller import asking
+from mlaunch.debug.caller.stopped_ranks import StoppedRanks, question
+from mlaunch.debug.wire import NAME, HoldDeadline, OpenPrompt
 from mlaunch.protocol import failures, visitors
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.debug_messages import HoldDeadline
 from mlaunch.protocol.messages.launch_messages import RankStarted
+from mlaunch.protocol.messages.part_messages import ForPart
 from mlaunch.protocol.messages.status_messages import StatusTold, TellStatus
 
 if TYPE_CHECKING:
+    from mlaunch.debug.wire import DebuggersEnd
     from mlaunch.protocol.messages.channels import AgentSays
 
 _WHO = -1  # the number of a question that the watch for stalls does not ask
@@ -63,13 +65,21 @@ class DebuggedHandle(LaunchHandle):
 
     def _show(self, record: AgentSays, fds: Sequence[int]) -> None:
         if isinstance(record, RankStarted):
-            channel = self._stopped.channels[record.rank] = Channel.adopt(fds[0])
-            self.relay.watch(channel.fileno())
+            self._open_prompt(record.rank)
         if isinstance(record, StatusTold) and record.number == _WHO:
             self._tells_who = False
             self._stopped.tell_who(visitors.read_status(fds[0])["ranks"])
         else:
             super()._show(record, fds)
+
+    def _open_prompt(self, rank: int) -> None:
+        """Give a rank that has started its end of a channel."""
+        channel: DebuggersEnd
+        channel, theirs = Channel.pair()
+        with contextlib.closing(theirs):
+            self.agent.try_send(ForPart(NAME, self._present_call, OpenPrompt(rank)), [theirs.fileno()])
+        self._stopped.channels[rank] = channel
+        self.relay.watch(channel.fileno())
 
     def _take_answers(self, ready: set[int]) -> None:
         for rank, channel in list(self._stopped.channels.items()):
@@ -80,10 +90,11 @@ class DebuggedHandle(LaunchHandle):
         if self._prompts.are_open != self._holds and not self._is_ending:
             self._holds = self._prompts.are_open
             self._limits.hold(self._holds)
-            self.agent.try_send(HoldDeadline(self._holds))
+            self.tell_part(NAME, HoldDeadline(self._holds))
         if self._prompts.quit is not None and not self._is_ending:
             rank, place = self._prompts.quit
-            self.end_for(failures.from_debugger(rank, notebook.short_place(place)))
+            where = f"at the prompt of rank {rank} ({notebook.short_place(place)})"
+            self.end_for(failures.of_run(f"was ended from the debugger: q, or the end of input, {where}", "stopped"))
 
     # What the user says
 
@@ -99,7 +110,7 @@ class DebuggedHandle(LaunchHandle):
 
     def _ask_who(self) -> None:
         self._tells_who = True
-        self.agent.try_send(TellStatus(_WHO, WHY))
+        self.agent.try_send(TellStatus(_WHO, question()))
 
     def _drive(self, rank: int, over: int) -> bool:
         """Drives the launch until ``over`` can be read; False if the rank waits for no answer any more."""

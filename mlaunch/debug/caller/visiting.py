@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING, Any
 from mlaunch.base import linux
 from mlaunch.base.text import in_two_units, name_ranks
 from mlaunch.caller import running_launches
-from mlaunch.caller.debugging import asking
-from mlaunch.caller.debugging.stopped_ranks import StoppedRanks
-from mlaunch.insight.caller.why_text import view_of
-from mlaunch.insight.wire import WHY
+from mlaunch.debug.caller import asking
+from mlaunch.debug.caller.stopped_ranks import StoppedRanks, question, view_of
+from mlaunch.debug.wire import COME, NAME, QUIT, stop_word
 from mlaunch.protocol import visitors
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.visitors import ATTACH, DEBUG, END
+from mlaunch.protocol.visitors import VISIT
 
 if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import DebuggerHears, DebuggerSays
+    from mlaunch.debug.wire import DebuggersEnd
 
 _ANSWER_TIMEOUT = 5.0  # seconds for an agent to take who comes
 _MOMENT = 1.0  # seconds in which a rank that runs Python has stopped
@@ -47,19 +46,29 @@ class LaunchParts:
     def _enter(self, name: str) -> None:
         connection = running_launches.connect(name)
         self._open.append(connection)
-        told = visitors.ask(connection, DEBUG, _ANSWER_TIMEOUT)
-        if told is None:
+        terms = visitors.ask(connection, _saying(COME), _ANSWER_TIMEOUT)
+        with running_launches.connect(name) as another:  # the first is the visit, and stays open
+            told = visitors.ask(another, question(), _ANSWER_TIMEOUT)
+        if terms is None or told is None:
             raise LookupError(f"the launch {name} has ended, or does not answer")
-        if "refused" in told:
-            raise LookupError(told["refused"])
+        if "refused" in terms:
+            raise LookupError(terms["refused"])
         self._of_rank |= {rank["rank"]: name for rank in told["ranks"]}
-        self.told.append(told)
+        self.told.append({**terms, "ranks": told["ranks"]})
 
-    def attach(self, rank: int) -> Channel[DebuggerSays, DebuggerHears]:
+    def attach(self, rank: int) -> DebuggersEnd:
         """Returns a channel to a rank, which stops at its next line."""
         connection = running_launches.connect(self._of_rank[rank])
-        connection.send(ATTACH + str(rank).encode())
+        connection.send(_saying(stop_word(rank)))
         return Channel.adopt(connection.detach())
+
+    def end(self) -> list[str]:
+        """End the launch, and wait for that; return why parts of it refuse to."""
+        with contextlib.ExitStack() as stack:
+            names = dict.fromkeys(self._of_rank.values())
+            found = [stack.enter_context(running_launches.connect(name)) for name in names]
+            answers = [visitors.ask(connection, _saying(QUIT), None) for connection in found]
+        return [answer["refused"] for answer in answers if answer is not None]
 
     def close(self) -> None:
         """Leaves: all is as before."""
@@ -139,12 +148,11 @@ class AttachedRanks:
         return True
 
     def _end(self) -> None:
-        told = running_launches.ask(END, self._launch_id, patient=True)
-        self._write("".join(f"{answer['refused']}\n" for answer in told if "refused" in answer) or "ended\n")
+        self._write("".join(f"{refused}\n" for refused in self._parts.end()) or "ended\n")
 
     def _look(self) -> list[Mapping[str, Any]]:
         """Asks what all ranks do."""
-        return [rank for launch in running_launches.ask(WHY, self._launch_id) for rank in launch["ranks"]]
+        return [rank for launch in running_launches.ask(question(), self._launch_id) for rank in launch["ranks"]]
 
     def _tell_who(self) -> None:
         self._stopped.tell_who(self._look())
@@ -156,6 +164,10 @@ class AttachedRanks:
                 since = in_two_units(time.monotonic() - self._begun)
                 doing = view_of(rank).doing
                 self._write(f"rank {rank['rank']} has run no line of yours for {since}: {doing}. {_ARMED}\n")
+
+
+def _saying(word: str) -> bytes:
+    return VISIT + f"{NAME} {word}".encode()
 
 
 _ARMED = "It stops at the next one; Ctrl-C leaves it"

@@ -1,1 +1,0 @@
-"""The prompt of debuggers in ranks, where the caller is."""

@@ -1,0 +1,1 @@
+"""A debugger in ranks: ``debug=``, ``breakpoint()``, ``mlaunch debug``, and an IDE that debugs the caller."""

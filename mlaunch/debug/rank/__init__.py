@@ -1,0 +1,5 @@
+"""A debugger in a rank, whose prompt is where its caller has called, or a visitor's."""
+
+from mlaunch.debug.rank.debugged_rank import at_breakpoint as at_breakpoint
+from mlaunch.debug.rank.debugged_rank import hear as hear
+from mlaunch.debug.rank.debugged_rank import part as part

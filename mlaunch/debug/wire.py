@@ -1,0 +1,138 @@
+"""What a launch's processes say of a debugger, and what a rank and who debugs it say on a channel of their own.
+
+The latter is the caller with ``debug=True``, or ``mlaunch debug``, who visits:
+
+caller -> agent    HoldDeadline
+caller -> agent -> rank    OpenPrompt            (attached: the rank's end of the channel)
+visitor -> agent   COME, stop_word(2), QUIT      (as an agent's visitor says them, see protocol/visitors.py)
+agent -> rank      OpenPrompt, HoldLimits
+agent -> caller    Visited
+rank -> caller     PromptSays, PromptAsks, PromptLeft    (on that channel)
+caller -> rank     PromptLine                            (the answer to PromptAsks)
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import TypeAlias, cast
+
+from mlaunch.base.frozen_record import frozen_record
+from mlaunch.protocol.channel import Channel
+
+NAME = "debug"  # of this feature
+PROMPT = "pdb"
+COME = "come"  # a visitor, who stays as long as the connection does: limits are lifted, the deadline is held
+QUIT = "quit"  # the visitor ends the launch
+_STOP = "stop "  # with a rank's number, which stops at its next line and talks on this connection from then on
+
+
+def stop_word(rank: int) -> str:
+    """Return what asks a rank to stop."""
+    return f"{_STOP}{rank}"
+
+
+def rank_of(word: str) -> int | None:
+    """Return the rank that a visitor asks to stop; None: the word is another one."""
+    number = word.removeprefix(_STOP)
+    return int(number) if word.startswith(_STOP) and number.isdecimal() else None
+
+
+@frozen_record
+class DebugTerms:
+    """What a launch's ranks know of who debugs them: the feature's section of its spec.
+
+    Attributes:
+        way: PROMPT: each rank has a prompt where the call was made; "debugpy", "debugpy:0,2": these wait for an IDE;
+            JSON: where they go to an IDE that debugs the caller, as ``caller/ide_of_caller.py`` writes it.
+    """
+
+    way: str
+
+
+def has_prompts(sections: Mapping[str, object]) -> bool:
+    """True if the caller of the launch with these sections debugs its ranks."""
+    terms = cast("DebugTerms | None", sections.get(NAME))
+    return terms is not None and terms.way == PROMPT
+
+
+@frozen_record
+class OpenPrompt:
+    """Gives a rank its end of a channel. ``at_once``: it stops at its next line; else where it has a reason to.
+
+    ``who``: "rank 1 of train()".
+    """
+
+    rank: int
+    who: str = ""
+    at_once: bool = False
+
+
+@frozen_record
+class HoldLimits:
+    """Lifts the limits of operations that begin from now on, since somebody debugs; False sets them as they were."""
+
+    held: bool
+
+
+@frozen_record
+class PromptSays:
+    """What a debugger writes between two questions: whole lines."""
+
+    text: str
+
+
+@frozen_record
+class PromptAsks:
+    """Asks for a line, and waits for it. ``prompt``: what stands before that.
+
+    ``place``: where the rank has stopped, "/home/me/train.py:12 in train"; "" where user code calls ``input``.
+    """
+
+    prompt: str
+    place: str
+
+
+class Onward(enum.Enum):
+    """How a rank leaves its prompt."""
+
+    RUNS = "it runs on"
+    STEPS = "it takes a step, and is expected back"
+    FAILS = "it reports its failure, which ends the launch"
+    QUITS = "it does nothing any more, and waits for its end"
+
+
+@frozen_record
+class PromptLeft:
+    """The rank has left its prompt. ``place``: as in PromptAsks."""
+
+    how: Onward
+    place: str
+
+
+@frozen_record
+class PromptLine:
+    """A line, without its end. None: there are no more lines."""
+
+    text: str | None
+
+
+@frozen_record
+class HoldDeadline:
+    """Says that a user is at a prompt: the call's deadline comes no nearer, until the same is said with False."""
+
+    held: bool
+
+
+@frozen_record
+class Visited:
+    """Says that somebody debugs the launch by ``mlaunch debug``, or, with ``held`` False, no more. ``pid``: who."""
+
+    held: bool
+    pid: int
+
+
+PromptHears = PromptLine
+PromptTells = PromptSays | PromptAsks | PromptLeft
+RanksEnd: TypeAlias = Channel[PromptHears, PromptTells]
+DebuggersEnd: TypeAlias = Channel[PromptTells, PromptHears]
