@@ -181,7 +181,7 @@ def _adopt(pending: _PendingRank, pid: int, owned: OwnedFds) -> RankProcess:
         stack_fd=pending.stacks,
         control=pending.control,
         error_file=error_file.path_of(spec, args.local_rank),
-        of_python=spec.command is None or spec.command.kind != "program",
+        of_python=spec.target is None or spec.target.of_python,
     )
     owned.add(rank.pidfd, rank.crash_fd)
     return rank

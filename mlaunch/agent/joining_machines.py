@@ -72,9 +72,9 @@ def join_machines(
 
 
 def _as_agreed(spec: LaunchSpec, agreed: Agreed) -> LaunchSpec:
-    command = spec.command
-    if command is not None:
-        command = dataclasses.replace(command, role_start=agreed.role_start, role_size=agreed.role_size)
+    target = spec.target
+    if target is not None:
+        target = dataclasses.replace(target, role_start=agreed.role_start, role_size=agreed.role_size)
     return dataclasses.replace(
         spec,
         launch_id=agreed.launch_id,
@@ -82,7 +82,7 @@ def _as_agreed(spec: LaunchSpec, agreed: Agreed) -> LaunchSpec:
         restart_count=agreed.attempt,
         rank_start=agreed.rank_start,
         world_size=agreed.world_size,
-        command=command,
+        target=target,
     )
 
 
@@ -92,7 +92,7 @@ def _serve_as_master(spec: LaunchSpec, cluster: Rendezvous, launcher: AgentsEnd,
         public = listen_as_master(cluster.master_ip, cluster.port)
     except OSError as error:
         where = f"master_ip={cluster.master_ip!r}, port={cluster.port}"
-        if spec.command is not None:
+        if spec.target is not None:
             where = f"--master-addr {cluster.master_ip}, --master-port {cluster.port}"
         why = f"{error.strerror or error}{_advice(spec, error.errno)}"
         launcher.try_send(Refused(f"this machine cannot be the master at {where}: {why}"))
@@ -104,7 +104,7 @@ def _serve_as_master(spec: LaunchSpec, cluster: Rendezvous, launcher: AgentsEnd,
 
 def _advice(spec: LaunchSpec, number: int | None) -> str:
     """Says what to give if the master is another machine, or one of this launch's own on this host."""
-    own = "rank_start" if spec.command is None else f"--node-rank, from 0 to {spec.nodes.count - 1}"
+    own = "rank_start" if spec.target is None else f"--node-rank, from 0 to {spec.nodes.count - 1}"
     if number == errno.EADDRINUSE:
         return f". If several machines of this launch run on one host, each must be given its own {own}"
     if number == errno.EADDRNOTAVAIL:
@@ -115,7 +115,7 @@ def _advice(spec: LaunchSpec, number: int | None) -> str:
 def _introduction(spec: LaunchSpec, cluster: Rendezvous) -> Join:
     """Says what this machine is."""
     # An engine's caller has given all machines the same; each command makes up an id where none is given.
-    run_id = spec.command.run_id if spec.command is not None and not cluster.by_engine else ""
+    run_id = spec.target.run_id if spec.target is not None and not cluster.by_engine else ""
     from mlaunch.agreed_stop.wire import terms_of  # which a launch on one machine does not need
 
     return Join(
@@ -127,7 +127,7 @@ def _introduction(spec: LaunchSpec, cluster: Rendezvous) -> Join:
         mlaunch=__version__.rpartition(".")[0],
         torch=spec.torch_version,
         attempt=spec.restart_count,
-        role="default" if spec.command is None else spec.command.role,
+        role="default" if spec.target is None else spec.target.role,
         machine=spec.nodes.rank if spec.nodes.guessed else 0,
         machines=spec.nodes.count if spec.nodes.guessed else 0,
         max_restarts=spec.max_restarts,

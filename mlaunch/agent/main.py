@@ -163,7 +163,7 @@ def _supervise(
     name_process("agent", spec.call.name)
     with contextlib.suppress(OSError):  # which a rank will tell
         os.chdir(spec.context.cwd)  # where hooks of the user's expect to run that follow a fork
-    if spec.command is None:  # a command reads what its terminal or pipe gives, as under torchrun
+    if spec.target is None:  # a command reads what its terminal or pipe gives, as under torchrun
         _silence_input()
     listener = _listen(spec, launcher)
     owned = _owned(order, link, parent)
@@ -200,7 +200,7 @@ def _supervise(
 
 def _join(spec: LaunchSpec, listener: socket.socket, launcher: AgentsEnd, parent: int, owned: OwnedFds) -> Joined:
     """Joins the other machines, if there are any and this one has room for its ranks."""
-    if lacks := room.lacks(spec.local_world_size, script=spec.command is not None):
+    if lacks := room.lacks(spec.local_world_size, script=spec.target is not None):
         refuse(launcher, lacks)
     if spec.cluster is None:
         return Joined(spec, None, Peers())
@@ -249,7 +249,7 @@ def _may_say_so(spec: LaunchSpec) -> bool:
     """Tells whether nothing goes with this process that the next call may want: files, a port."""
     # Ranks are reaped and nothing of theirs is left, so the call need not wait for our exit: that takes as long as
     # unmapping torch does, a tenth of a call of 2 ranks.
-    return spec.command is None and spec.cluster is None and spec.port == 0
+    return spec.target is None and spec.cluster is None and spec.port == 0
 
 
 def _listen(spec: LaunchSpec, launcher: AgentsEnd) -> socket.socket:

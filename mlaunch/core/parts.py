@@ -15,7 +15,9 @@ A feature is a folder, ``mlaunch/profile``, with a file for each of these proces
 a ``section``, which the launch's spec carries to the processes that make a part of it (``Feature.processes``). What no
 option asks for has no part: methods take its module from ``core/load.py`` (``cells``), users name it (``engines``), or
 its ``caller.py`` has ``server(environ, like)``, a fork server for this process or None (``warm``). A command of its own
-is added by ``add_command(commands)``, and ``rows(environ)`` are its lines in ``mlaunch ps``.
+is added by ``add_command(commands)``, and ``rows(environ)`` are its lines in ``mlaunch ps``. Where ranks run something
+in place of a function, the spec has a ``Target``, whose feature has ``rank(args, target) -> Rank`` in ``rank.py``
+(``run``).
 
 While a call runs, the parts talk. The caller's ``tell`` reaches ``AgentPart.hear``; ``Scene.ask`` and ``Scene.tell``
 reach ``answer`` and ``hear`` of ``rank.py``, in the rank's control thread; ``Scene.say`` reaches ``noted``. The files

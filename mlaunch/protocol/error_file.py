@@ -24,29 +24,29 @@ _READ = 1 << 20  # bytes: nobody reads a longer traceback
 
 def path_of(spec: LaunchSpec, local_rank: int) -> str:
     """Returns the file of one rank; "" where the launch has none."""
-    if spec.command is None:
+    if spec.target is None:
         return ""
-    return os.path.join(spec.command.error_dir, f"attempt_{spec.restart_count}", str(local_rank), "error.json")
+    return os.path.join(spec.target.error_dir, f"attempt_{spec.restart_count}", str(local_rank), "error.json")
 
 
 @contextlib.contextmanager
 def with_directory(spec: LaunchSpec) -> Iterator[LaunchSpec]:
     """Makes, in the agent, which outlives a killed command, a directory for these files, if the command names none."""
-    if spec.command is None or spec.command.error_dir:
+    if spec.target is None or spec.target.error_dir:
         yield spec
         return
     # No TemporaryDirectory: each rank, forked in here, would remove it in its exit handlers.
     path = _own_directory(spec)
     os.mkdir(path, 0o700)
     try:
-        yield dataclasses.replace(spec, command=dataclasses.replace(spec.command, error_dir=path))
+        yield dataclasses.replace(spec, target=dataclasses.replace(spec.target, error_dir=path))
     finally:
         own_files.remove_directory(path)
 
 
 def directory_of(spec: LaunchSpec) -> str:
     """Returns the directory that an agent makes for them; "" if it makes none."""
-    return _own_directory(spec) if spec.command is not None and not spec.command.error_dir else ""
+    return _own_directory(spec) if spec.target is not None and not spec.target.error_dir else ""
 
 
 def remove_directory(spec: LaunchSpec) -> None:
@@ -56,7 +56,7 @@ def remove_directory(spec: LaunchSpec) -> None:
 
 
 def _own_directory(spec: LaunchSpec) -> str:
-    return os.path.join(spec.command.temporary if spec.command else "", f"mlaunch-run-{spec.launch_id}")
+    return os.path.join(spec.target.temporary if spec.target else "", f"mlaunch-run-{spec.launch_id}")
 
 
 def copy_into(path: str, crash_fd: int) -> None:

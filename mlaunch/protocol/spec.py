@@ -36,23 +36,21 @@ class Context:
 
 
 @frozen_record
-class ScriptTarget:
-    """What ranks run in place of a function, each as a fresh interpreter would.
+class Target:
+    """What ranks run in place of a function that a call brings.
 
-    ``kind``: "file" (also a directory or zip with a ``__main__``), "module", "function" or "program" (not Python).
+    ``feature``: whose ``rank.py`` has the rank that runs it; ``work``: what that feature knows of it.
     """
 
-    kind: str
-    target: str
-    args: tuple[str, ...]  # "${local_rank}" in them is replaced
+    feature: str
+    work: Any
     role: str
     run_id: str
     error_dir: str  # for the files that torch's ``record`` writes; "": one of the agent's own, in ``temporary``
     temporary: str = "/tmp"
-    virtual_local_rank: bool = False  # each rank sees one device, and is its local rank 0
+    of_python: bool = True  # False: of what its ranks become, no stacks can be asked for
     role_start: int | None = None  # of local rank 0 among all ranks with this role; None: its global rank
     role_size: int | None = None  # the number of those; None: all ranks
-    source: bytes | None = field(default=None, repr=False)  # of a file that cannot be read twice, such as a pipe
 
 
 @frozen_record
@@ -65,7 +63,7 @@ class Agreed:
     num_nodes: int
     rank_start: int
     world_size: int
-    role_start: int  # as in Command
+    role_start: int  # as in Target
     role_size: int
     secret: str = field(repr=False)  # drawn for this launch
 
@@ -128,7 +126,7 @@ class LaunchSpec:
     nodes: Nodes = field(default_factory=Nodes)
     prepared: bool = False  # before its call: the ranks wait for it, and learn the details with it
     stays: bool = False  # the ranks stay between calls, which are sent one after the other
-    command: ScriptTarget | None = None  # None: ranks receive a function
+    target: Target | None = None  # None: ranks receive a function
     sections: Mapping[str, object] = field(default_factory=dict)  # by feature: what its parts elsewhere need
     piped: tuple[tuple[int, ...], ...] = ()  # by local rank: the streams that go to the launcher in pipes
 

@@ -257,7 +257,7 @@ class Rank:
         phase = self._phase
         self._enter(Phase.FAILING)
         # a script's classes are not the caller's
-        catchable = kind is AnswerKind.ERROR and isinstance(error, Exception) and self._spec.command is None
+        catchable = kind is AnswerKind.ERROR and isinstance(error, Exception) and self._spec.target is None
         remote = remote_error.describe(error, phase, self._device, catchable=catchable)
         self._answer(kind, remote, consequence=consequence or remote_error.is_consequence(remote))
 

@@ -36,7 +36,7 @@ def _rank(args: RankArgs) -> Rank:
         from mlaunch.rank.kept import KeptRank
 
         return KeptRank(args)
-    if args.spec.command is None:
+    if args.spec.target is None:
         return FunctionRank(args)
-    rank: Rank = load.module_of("run", "rank").ScriptRank(args, args.spec.command)
+    rank: Rank = load.module_of(args.spec.target.feature, "rank").rank(args, args.spec.target)
     return rank

@@ -1093,7 +1093,7 @@ def test_each_backend_of_a_group_is_asked_for_its_number(monkeypatch: pytest.Mon
 
 
 def test_the_directory_of_a_killed_agent_is_removed_whether_it_is_there_or_not(tmp_path: Path) -> None:
-    spec: Any = SimpleNamespace(command=SimpleNamespace(error_dir="", temporary=str(tmp_path)), launch_id="x")
+    spec: Any = SimpleNamespace(target=SimpleNamespace(error_dir="", temporary=str(tmp_path)), launch_id="x")
     (tmp_path / "mlaunch-run-x").mkdir()
     (tmp_path / "mlaunch-run-x" / "0.json").touch()
     error_file.remove_directory(spec)

@@ -168,7 +168,8 @@ def test_nobody_imports_a_feature_but_itself() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-WORDS_OF_FEATURES = ("zygote", "widget", "display_pub")  # which have left the core, down to its comments
+# Which have left the core, down to its comments.
+WORDS_OF_FEATURES = ("zygote", "widget", "display_pub", "scriptrank", "virtual_local_rank")
 WORDS_IN_NAMES = ("debug",)  # in no name that the core gives
 OTHERS_NAMES = {"set_debug_level_from_env"}  # torch's
 # The options that users' editors need to see are listed here, with what is written where.

@@ -87,7 +87,7 @@ class Outcome:
     def doing(self) -> list[str]:
         """Says what ranks were doing that were stopped, and who had left before."""
         left = sorted(set(self.silent) - self.stopped)
-        how = "had exited with code 0" + (" without returning a value" if self.spec.command is None else "")
+        how = "had exited with code 0" + (" without returning a value" if self.spec.target is None else "")
         return [*summarise(self.stacks.values()), *([f"{name_ranks(left)} {how}"] if left else [])]
 
     def close(self) -> None:

@@ -86,7 +86,7 @@ def _raise(outcome: Outcome) -> None:
 
 def _values(outcome: Outcome) -> list[Any]:
     spec = outcome.spec
-    if outcome.silent and spec.command is None:
+    if outcome.silent and spec.target is None:
         ranks = ", ".join(map(str, sorted(outcome.silent)))
         warn_caller(
             f"{len(outcome.silent)} of {spec.local_world_size} ranks of {spec.call.name} exited with code 0 "
@@ -109,7 +109,7 @@ def _values(outcome: Outcome) -> list[Any]:
 
 def _lacking(outcome: Outcome) -> list[int]:
     """Returns the ranks of which neither a value has come nor the word that there is none."""
-    if outcome.spec.command is not None:
+    if outcome.spec.target is not None:
         return []
     return sorted({*outcome.ranks_here} - outcome.values.keys() - {*outcome.silent})
 
@@ -266,7 +266,7 @@ def _with_output(outcome: Outcome, cause: RankFailure) -> RankFailure:
     spec = outcome.spec
     if outcome.log_dir is None or cause.rank is None or not 0 <= cause.rank - spec.rank_start < spec.local_world_size:
         return cause
-    name = cause.rank if spec.command is None else cause.rank - spec.rank_start
+    name = cause.rank if spec.target is None else cause.rank - spec.rank_start
     where = files.kept(files.directory_of(outcome.log_dir, spec.restart_count, name))
     if where is None:  # it has printed nothing
         return cause

@@ -15,7 +15,7 @@ from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.server.warm import warm_server
 from mlaunch.engines.wire.member_messages import AskOffer, Offer, Start
 from mlaunch.protocol.messages.prepared_messages import with_details
-from mlaunch.protocol.spec import LaunchSpec, Nodes, ScriptTarget
+from mlaunch.protocol.spec import LaunchSpec, Nodes, Target
 from mlaunch.rendezvous.address import addresses, identity, is_taken
 
 _STREAMS = (1, 2)
@@ -65,7 +65,7 @@ class MachinePlan:
         spec = plan(self._options.replaced(own), self._machine, self._order.name, self._environ, attempt)
         spec = with_details(spec, order.details)
         # A script's modules are looked for beside it first, a function's where the machine has its own.
-        first, then = (self._order.sys_path, sys.path) if order.command else (sys.path, self._order.sys_path)
+        first, then = (self._order.sys_path, sys.path) if order.target else (sys.path, self._order.sys_path)
         path = dict.fromkeys([*first, *then])
         context = dataclasses.replace(spec.context, cwd=self._cwd, sys_path=tuple(path), main_file=None, main_name=None)
         spec = dataclasses.replace(spec, context=context, piped=(_STREAMS,) * spec.local_world_size)
@@ -74,13 +74,13 @@ class MachinePlan:
             spec = dataclasses.replace(spec, cluster=dataclasses.replace(spec.cluster, by_engine=True))
         if order.stays:
             spec = dataclasses.replace(spec, launch_id=order.stays, stays=True)
-        return spec if order.command is None else _of_command(spec, order.command, order)
+        return spec if order.target is None else _of_target(spec, order.target, order)
 
 
-def _of_command(spec: LaunchSpec, command: ScriptTarget, order: Start) -> LaunchSpec:
-    """Returns the launch of a command, which binds its devices itself."""
-    own = dataclasses.replace(command, run_id=command.run_id or spec.launch_id, temporary=tempfile.gettempdir())
-    return dataclasses.replace(spec, device_type="", command=own, nodes=Nodes(order.node_rank, order.num_nodes))
+def _of_target(spec: LaunchSpec, target: Target, order: Start) -> LaunchSpec:
+    """Returns the launch of what a feature runs, which binds its devices itself."""
+    own = dataclasses.replace(target, run_id=target.run_id or spec.launch_id, temporary=tempfile.gettempdir())
+    return dataclasses.replace(spec, device_type="", target=own, nodes=Nodes(order.node_rank, order.num_nodes))
 
 
 def _free_port() -> int:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlaunch._version import __version__
 from mlaunch.protocol.messages.prepared_messages import Details
-from mlaunch.protocol.spec import ScriptTarget
+from mlaunch.protocol.spec import Target
 
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import AgentSays
@@ -144,7 +144,7 @@ class Start:
     token: str = field(repr=False)
     restart_count: int
     details: Details
-    command: ScriptTarget | None = None
+    target: Target | None = None
     node_rank: int = 0
     num_nodes: int = 1
     sections: Mapping[str, object] = field(default_factory=dict)  # of the launch's spec

@@ -86,7 +86,7 @@ def _seats(order: NumaOrder, spec: LaunchSpec) -> Seats:
     ranks, environ = spec.local_world_size, spec.context.environ
     if order.lists:
         return Seats(ranks)
-    of_script = spec.command is not None
+    of_script = spec.target is not None
     runtime = device.runtime_of("cuda" if of_script else spec.device_type) or "cuda"
     own = None if of_script else spec.visible_devices or ",".join(map(str, range(ranks)))
     return seats_of(ranks, order.devices, runtime, environ, own)

@@ -60,21 +60,21 @@ def _spec(job: Job, size: int, environ: Mapping[str, str]) -> LaunchSpec:
     # No process is started for a plan, so nothing is known of torch and devices.
     nothing_known = ThisMachine(Ready("", None, ("gloo",)), lambda _environ: 0)
     spec = spec_of(job, size, nothing_known, environ, Attempt(0, job.deadline), _AT_THE_START)
-    if spec.command is None or job.run_id:
+    if spec.target is None or job.run_id:
         return spec
-    return dataclasses.replace(spec, command=dataclasses.replace(spec.command, run_id=_AT_THE_START))
+    return dataclasses.replace(spec, target=dataclasses.replace(spec.target, run_id=_AT_THE_START))
 
 
 def _environment(
     job: Job, spec: LaunchSpec, local_rank: int, environ: Mapping[str, str], runtime: str | None
 ) -> dict[str, str]:
     """Says what the rank gets beyond the caller's environment."""
-    if spec.command is None:
+    if spec.target is None:
         return {}
     port = job.port if job.nodes == 1 and job.port else _AT_THE_START
     nodes = Nodes(job.node_rank, job.nodes, interface="lo" if job.nodes == 1 else _AT_THE_START)
     known = dataclasses.replace(spec, nodes=nodes)
-    found = environ_of(known, spec.command, local_rank, ("127.0.0.1", port), runtime)
+    found = environ_of(known, spec.target, local_rank, ("127.0.0.1", port), runtime)
     found.setdefault("OMP_NUM_THREADS", str(device.threads_of(spec.local_world_size)))
     del found[OWNER]  # the rank's own process
     return {name: value for name, value in found.items() if environ.get(name) != value or name == "OMP_NUM_THREADS"}

@@ -44,7 +44,7 @@ COUNTED = ("auto", "gpu", "cpu", "xpu")
 class Job:
     """``size``: ranks on this machine, or one of COUNTED."""
 
-    kind: str  # as in Command
+    kind: str  # as in Script
     target: str
     args: tuple[str, ...]
     path: tuple[str, ...]  # sys.path of the ranks

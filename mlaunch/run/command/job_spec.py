@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from mlaunch.base.linux import working_directory
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.cli.checks import UsageError
-from mlaunch.protocol.spec import Context, LaunchSpec, Nodes, ScriptTarget
+from mlaunch.protocol.spec import Context, LaunchSpec, Nodes, Target
 from mlaunch.run.command.job import Job
+from mlaunch.run.wire import Script
 
 
 def spec_of(
@@ -24,23 +25,14 @@ def spec_of(
         UsageError: A feature that the flags ask for cannot.
     """
     planned = plan(job.options(size), machine, job.name, environ, attempt)
-    command = ScriptTarget(
-        kind=job.kind,
-        target=job.target,
-        args=job.args,
-        role=job.role,
-        run_id=job.run_id or planned.launch_id,
-        error_dir=error_dir,
-        temporary=tempfile.gettempdir(),
-        virtual_local_rank=job.virtual_local_rank,
-        source=job.source,
-    )
+    target = target_of(job, error_dir)
+    target = dataclasses.replace(target, run_id=job.run_id or planned.launch_id, temporary=tempfile.gettempdir())
     context = Context(environ, working_directory(), job.path, (job.target, *job.args), None, None, os.getpid())
     context = dataclasses.replace(context, source="mlaunch run")
     spec = dataclasses.replace(
         planned,
         device_type="",
-        command=command,
+        target=target,
         context=context,
         nodes=Nodes(job.node_rank, job.nodes, guessed=job.nodes > 1),
     )
@@ -50,3 +42,9 @@ def spec_of(
     except ValueError as error:
         raise UsageError(str(error)) from None
     return spec
+
+
+def target_of(job: Job, error_dir: str) -> Target:
+    """Return what the ranks of a job run. ``error_dir``: as of ``spec_of``."""
+    script = Script(job.kind, job.target, job.args, job.virtual_local_rank, job.source)
+    return Target("run", script, job.role, job.run_id, error_dir, of_python=job.kind != "program")

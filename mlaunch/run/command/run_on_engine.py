@@ -14,8 +14,9 @@ from mlaunch.engines.caller.engine import Engine
 from mlaunch.engines.caller.engine_names import engine_named
 from mlaunch.engines.caller.launch.attempts import Attempts
 from mlaunch.engines.caller.launch.engine_launch import HostPrefix, Work
-from mlaunch.protocol.spec import LaunchSpec, ScriptTarget
+from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.run.command.job import Job
+from mlaunch.run.command.job_spec import target_of
 from mlaunch.run.command.output import Wishes
 
 # Flags that an engine or its machines decide.
@@ -48,7 +49,7 @@ class There:
         self._wishes = wishes
         self._directory, self._tell = directory, tell
         self._machines = engine.ask_for(job.nodes, None)
-        self._work = Work(job.name, None, _command(job), (job.target, *job.args), job.path)
+        self._work = Work(job.name, None, target_of(job, ""), (job.target, *job.args), job.path)
 
     def steps(self, parts: CallerParts) -> Steps:
         """Run the job; return how the last attempt ended."""
@@ -85,17 +86,4 @@ def _options(job: Job) -> Options:
         join_timeout=job.join_timeout,
         oversubscribe=job.oversubscribe,
         **job.of_features,
-    )
-
-
-def _command(job: Job) -> ScriptTarget:
-    return ScriptTarget(
-        kind=job.kind,
-        target=job.target,
-        args=job.args,
-        role=job.role,
-        run_id=job.run_id,
-        error_dir="",
-        virtual_local_rank=job.virtual_local_rank,
-        source=job.source,
     )

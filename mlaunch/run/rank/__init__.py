@@ -1,3 +1,5 @@
 """A rank that runs a command in place of a function."""
 
-from mlaunch.run.rank.script import ScriptRank as ScriptRank
+from mlaunch.run.rank.script import ScriptRank
+
+rank = ScriptRank

@@ -27,12 +27,13 @@ from typing import Any, TextIO
 from mlaunch.base.misuse import misuse
 from mlaunch.protocol import error_file, sources
 from mlaunch.protocol.messages.launch_messages import Phase
-from mlaunch.protocol.spec import ScriptTarget
+from mlaunch.protocol.spec import Target
 from mlaunch.rank.base import Rank, RankArgs
 from mlaunch.rank.remote_error import below_ours
 from mlaunch.rank.setup import device, process
 from mlaunch.rank.whole_lines import Text, WholeLines
 from mlaunch.run.rank.environ import environ_of
+from mlaunch.run.wire import Script
 
 _STREAMS = ("stdin", "stdout", "stderr")
 
@@ -40,9 +41,10 @@ _STREAMS = ("stdin", "stdout", "stderr")
 class ScriptRank(Rank):
     """Joins no process group: that is the script's own business."""
 
-    def __init__(self, args: RankArgs, command: ScriptTarget) -> None:
+    def __init__(self, args: RankArgs, target: Target) -> None:
         super().__init__(args)
-        self._command = command
+        self._target = target
+        self._script: Script = target.work
 
     def live(self) -> int:
         """Becomes a rank, runs the command, leaves. Returns the exit code."""
@@ -50,10 +52,10 @@ class ScriptRank(Rank):
             self._become_rank()
             self._enter(Phase.COMMANDED)
             with contextlib.nullcontext() if self._parts is None else self._parts.around_call():
-                if self._command.source is None:
-                    _RUN[self._command.kind](self._command.target)
+                if self._script.source is None:
+                    _RUN[self._script.kind](self._script.name)
                 else:
-                    _run_text(self._command.target, self._command.source)
+                    _run_text(self._script.name, self._script.source)
             code = 0
         except SystemExit as leaving:
             code = process.exit_code(leaving)
@@ -83,15 +85,15 @@ class ScriptRank(Rank):
             self._begin_parts()
         process.reset_process(of_a_function=False)
         _open_streams()
-        args, command = self._args, self._command
-        runtime = device.offered().runtime if command.virtual_local_rank else None
-        environ = environ_of(self._spec, command, args.local_rank, args.rendezvous, runtime)
+        args, script = self._args, self._script
+        runtime = device.offered().runtime if script.virtual_local_rank else None
+        environ = environ_of(self._spec, self._target, args.local_rank, args.rendezvous, runtime)
         # torch's @record writes the error file without a look at its directory.
         os.makedirs(os.path.dirname(environ[error_file.VARIABLE]), exist_ok=True)
         self._take_surroundings(environ)
-        arguments = [string.Template(text).safe_substitute(local_rank=args.local_rank) for text in command.args]
+        arguments = [string.Template(text).safe_substitute(local_rank=args.local_rank) for text in script.args]
         # After the surroundings, which bring the arguments of the command that launches.
-        sys.argv[:] = [command.target, *arguments]
+        sys.argv[:] = [script.name, *arguments]
         _seed_afresh()
 
     def _show(self, error: BaseException) -> None:

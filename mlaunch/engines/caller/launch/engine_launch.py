@@ -35,7 +35,7 @@ from mlaunch.protocol import settings
 from mlaunch.protocol import token as tokens
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.messages.prepared_messages import details_of
-from mlaunch.protocol.spec import CallFacts, Context, LaunchSpec, ScriptTarget, new_launch_id
+from mlaunch.protocol.spec import CallFacts, Context, LaunchSpec, Target, new_launch_id
 from mlaunch.rendezvous.address import LOOPBACK
 
 # What this process does with a launch, which machines need not know; or what an engine decides.
@@ -96,7 +96,7 @@ class Work:
 
     name: str
     call: Call | None
-    command: ScriptTarget | None = None
+    target: Target | None = None
     argv: tuple[str, ...] = field(default_factory=lambda: tuple(sys.argv))
     path: tuple[str, ...] = field(default_factory=lambda: tuple(sys.path))
     surroundings: Context | None = None
@@ -185,7 +185,7 @@ class MachinesLaunch:
             token=spec.secret,
             restart_count=self.number.restart_count,
             details=details_of(spec),
-            command=self.work.command,
+            target=self.work.target,
             node_rank=machine.place,
             num_nodes=len(self.placed.machines),
             sections=spec.sections,
@@ -198,8 +198,8 @@ class MachinesLaunch:
         if around is not None:
             known = settings.without_the_machines(around.settings)
             return Context({}, "", (), around.argv, None, None, os.getpid(), known, around.source)
-        known = () if work.command is not None else settings.of_the_program()
-        source = notebook.source() if work.command is None else "mlaunch run"
+        known = () if work.target is not None else settings.of_the_program()
+        source = notebook.source() if work.target is None else "mlaunch run"
         return Context({}, "", (), work.argv, None, None, os.getpid(), known, source)
 
     def _master_ip(self, head: Offer) -> str:
@@ -234,7 +234,7 @@ class MachinesLaunch:
             torch_version=prepared[0].torch_version,
             secret=tokens.draw(),  # long enough to be used without scrypt
             context=self._context(),
-            command=self.work.command,
+            target=self.work.target,
             sections=load.sections_of(self.options, self.number.parts),
         )
 
