@@ -22,15 +22,15 @@ from typing import Any
 
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.compat.caller.server import Server
+from mlaunch.machines.gate.membership import Join
+from mlaunch.machines.gate.store_process import GateConfig, StoreProcess
+from mlaunch.machines.link.link_process import LinkProcess
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.machine_messages import Planned
 from mlaunch.protocol.spec import Rendezvous
 from mlaunch.rendezvous import event_loop, name_lookup
 from mlaunch.rendezvous.address import LOOPBACK, listen
-from mlaunch.rendezvous.gate.membership import Join
-from mlaunch.rendezvous.link.link_process import LinkProcess
 from mlaunch.rendezvous.store_client import StoreClient
-from mlaunch.rendezvous.store_process import GateConfig, StoreProcess
 
 TOKEN = "benchmark"
 PROCESSES = 2  # that links share, and that ranks share

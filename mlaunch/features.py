@@ -111,6 +111,7 @@ FEATURES = (
         explains=True,
     ),
     Feature("leases", ("lease", "concurrent"), _wants_lease, waits=True),
+    Feature("machines", (), _never),
     Feature("numa", ("numa", "numa_memory"), _given("numa"), processes=("rank", "member")),
     Feature(
         "profile",

@@ -999,7 +999,7 @@ SLIPS = (
     Slip(
         "rendezvous",
         "own_failure_of_a_machine",
-        "rendezvous/link/link_process.py",
+        "machines/link/link_process.py",
         "                self._failed = self._failed or not record.consequence\n"
         '                self._post({"failure": asdict(record)})\n',
         '                self._post({"failure": asdict(record)})\n',
@@ -1009,7 +1009,7 @@ SLIPS = (
     Slip(
         "rendezvous",
         "port_before_the_end",
-        "rendezvous/gate/gate.py",
+        "machines/gate/gate.py",
         "        if self._admission is not None:\n            self._admission.close()\n        await",
         "        await",
         ("unit/test_gate.py::test_the_port_is_free_before_anyone_hears_of_the_end",),
@@ -1018,7 +1018,7 @@ SLIPS = (
     Slip(
         "rendezvous",
         "too_late_for_this_attempt",
-        "rendezvous/gate/gate.py",
+        "machines/gate/gate.py",
         "        if self._failure is not None or self._ended:\n            return False",
         "        if self._ended:\n            return False",
         ("unit/test_gate.py::test_a_machine_that_comes_after_a_failure_is_not_refused",),
@@ -1027,7 +1027,7 @@ SLIPS = (
     Slip(
         "rendezvous",
         "a_machine_that_leaves_before_the_plan",
-        "rendezvous/gate/gate.py",
+        "machines/gate/gate.py",
         "                self._roster.remove(member.join)\n",
         "",
         (

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mlaunch.agent import room
-from mlaunch.agent.joining_machines import refuse
 from mlaunch.agent.rank_process import RankProcess
+from mlaunch.agent.refusal import refuse
 from mlaunch.base import linux
 from mlaunch.base.fds import OwnedFds, close_all, memory_file
 from mlaunch.base.frozen_record import frozen_record

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, NoReturn
 from mlaunch.agent import room
 from mlaunch.agent.fork_ranks import EarlyWatch, ForkContext, fork_ranks
 from mlaunch.agent.inspection import Inspection
-from mlaunch.agent.joining_machines import Joined, NoLaunchError, join_machines, refuse
 from mlaunch.agent.kept.many_calls import KeptSupervisor
 from mlaunch.agent.kept.one_of_several import KeptPartSupervisor
-from mlaunch.agent.peers import Peers
+from mlaunch.agent.peers import Joined, Peers
 from mlaunch.agent.prepared import PreparedSupervisor, as_prepared
+from mlaunch.agent.refusal import NoLaunchError, refuse
 from mlaunch.agent.supervision.launch_state import Supervision
 from mlaunch.agent.supervision.shared_names import SharedNames
 from mlaunch.agent.supervision.supervisor import Supervisor
@@ -31,6 +31,7 @@ from mlaunch.base.fds import OwnedFds, close_all
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.process_name import name_process
 from mlaunch.base.text import both_ends
+from mlaunch.core import load
 from mlaunch.protocol import error_file, payload, temporary
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel
@@ -205,7 +206,9 @@ def _join(spec: LaunchSpec, listener: socket.socket, launcher: AgentsEnd, parent
     if spec.cluster is None:
         return Joined(spec, None, Peers())
     # Before ranks are forked: their environment depends on what the machines agree on.
-    joined = join_machines(spec, spec.cluster, listener, launcher, parent, owned)
+    joined: Joined = load.module_of("machines", "agent").join_machines(
+        spec, spec.cluster, listener, launcher, parent, owned
+    )
     owned.add(*joined.peers.fds())
     return joined
 

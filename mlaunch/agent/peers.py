@@ -1,121 +1,64 @@
-"""How an agent deals with its launch's other machines: shares the first failure, ends with them."""
+"""The other machines of a launch, as its agent knows them."""
 
 from __future__ import annotations
 
-import os
-import signal
-import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
-from mlaunch.base.exceptions import RankFailure
-from mlaunch.protocol.channel import assert_never
-from mlaunch.protocol.messages.machine_messages import (
-    AllGone,
-    Beat,
-    Done,
-    Planned,
-    Refused,
-    Waiting,
-)
-from mlaunch.protocol.messages.part_messages import ForPart, PartSays
-from mlaunch.rendezvous.gate.membership import shortened
-from mlaunch.rendezvous.link.link_handle import Link
+from mlaunch.base.frozen_record import frozen_record
 
-_LINK = "the process that talks to the other machines"  # as messages call it
+if TYPE_CHECKING:
+    from mlaunch.base.exceptions import RankFailure
+    from mlaunch.machines.gate.store_process import StoreProcess
+    from mlaunch.protocol.messages.part_messages import ForPart, PartSays
+    from mlaunch.protocol.spec import LaunchSpec
 
 
 class Peers:
-    """The launch's other machines. ``link`` None: there are none, and nothing is told or awaited.
+    """There are none, and nothing is told or awaited: ``machines/agent/linked_peers.py`` has those that there are.
 
-    ``timeout``: seconds after which a link that does not say a word counts as lost, and is killed.
+    Attributes:
+        agree: Each machine has a caller of its own, so they have to agree on when to stop.
+        pids: Of processes that nobody else reaps.
     """
 
-    def __init__(self, link: Link | None = None, timeout: float = 0.0, *, by_engine: bool = False) -> None:
-        self._link = link
-        self.agree = link is not None and not by_engine  # each machine has a caller of its own
-        self._words: list[ForPart] = []
-        self._timeout = timeout
-        self._heard_at = time.monotonic()
-        self._over, self._told = link is None, False
-        self._finished = False
-
-    @property
-    def pids(self) -> list[int]:
-        """The link's, which nobody else reaps."""
-        return [] if self._link is None else [self._link.pid]
-
-    def fds(self) -> list[int]:
-        return [] if self._link is None or self._over else [self._link.channel.fileno()]
-
-    def due(self) -> float | None:
-        """Returns when the link will count as lost, in monotonic seconds."""
-        return self._heard_at + self._timeout if self.fds() else None
-
-    def hear(self, ready: Collection[int]) -> RankFailure | None:
-        """Returns the first failure of another machine, if that is the news."""
-        if self._link is None or self._over:
-            return None
-        if self._link.channel.fileno() not in ready:
-            return self._miss(self._link)
-        # Any word counts: the link's heartbeat is only for when there is nothing else to say.
-        self._heard_at = time.monotonic()
-        try:
-            record, _ = self._link.channel.receive()
-        except EOFError:
-            self._over = True
-            if self._told:  # after a failure it has nothing more to do
-                return None
-            return RankFailure(None, self._link.pid, "died", subject=_LINK, kind="lost")
-        match record:
-            case AllGone():
-                self._over = True
-            case ForPart():
-                self._words.append(record)
-            case RankFailure():
-                self._told = True
-                return record
-            case Beat() | Waiting() | Planned() | Refused():  # of the time before
-                pass
-            case _:
-                assert_never(record)
-        return None
-
-    def take_words(self) -> list[ForPart]:
-        """Returns what has come for features' parts from where the machines meet, once."""
-        words, self._words = self._words, []
-        return words
-
-    def say(self, record: PartSays) -> None:
-        """Says a word of a feature's part there."""
-        if self._link is not None:
-            self._link.channel.try_send(record)
-
-    def _miss(self, link: Link) -> RankFailure | None:
-        """Gives a link up that somebody has stopped."""
-        if time.monotonic() < self._heard_at + self._timeout:
-            return None
-        self._over = True
-        os.kill(link.pid, signal.SIGKILL)  # it is our child and not reaped, so the number is its own
-        return RankFailure(None, link.pid, silence(self._timeout), subject=_LINK, kind="lost")
-
-    def tell(self, failure: RankFailure) -> None:
-        """Tells them of the first failure here; of those that follow only our own caller hears."""
-        if self._link is not None and not self._told:
-            self._told = True
-            self._link.channel.try_send(shortened(failure))
-
-    def finish(self) -> None:
-        """Tells them that this machine's ranks are gone."""
-        if self._link is not None and not self._finished:
-            self._finished = True
-            self._link.channel.try_send(Done())
+    agree = False
+    pids: Sequence[int] = ()
 
     @property
     def awaited(self) -> bool:
         """Whether some have not finished."""
-        return not self._over
+        return False
+
+    def fds(self) -> list[int]:
+        return []
+
+    def due(self) -> float | None:
+        """Return when the way to them will count as lost, in monotonic seconds."""
+        return None
+
+    def hear(self, ready: Collection[int]) -> RankFailure | None:  # noqa: ARG002 - others need it
+        """Return the first failure of another machine, if that is the news."""
+        return None
+
+    def take_words(self) -> list[ForPart]:
+        """Return what has come for features' parts from where the machines meet, once."""
+        return []
+
+    def say(self, record: PartSays) -> None:
+        """Say a word of a feature's part there."""
+
+    def tell(self, failure: RankFailure) -> None:
+        """Tell them of the first failure here; of those that follow only our own caller hears."""
+
+    def finish(self) -> None:
+        """Tell them that this machine's ranks are gone."""
 
 
-def silence(seconds: float) -> str:
-    """Says of a link why it counts as lost."""
-    return f"said nothing for {seconds:g} s (was it stopped?) and was killed"
+@frozen_record
+class Joined:
+    """What came of joining. ``server``: of the gate and the launch's store, if this machine has it."""
+
+    spec: LaunchSpec
+    server: StoreProcess | None
+    peers: Peers

@@ -12,9 +12,9 @@ import signal
 import socket
 import threading
 
-from mlaunch.rendezvous.gate.store_connection import StoreConnection
-from mlaunch.rendezvous.gate.store_keys import StoreKeys
 from mlaunch.rendezvous.peer_user import PeerUser
+from mlaunch.rendezvous.store_connection import StoreConnection
+from mlaunch.rendezvous.store_keys import StoreKeys
 
 _READ = 1 << 16  # bytes at a time: for more, the allocator asks the kernel each time
 

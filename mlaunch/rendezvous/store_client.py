@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from mlaunch.base.text import name_some_ranks
 from mlaunch.rendezvous.barrier import Barrier
-from mlaunch.rendezvous.gate.store_keys import ALL, ARRIVED
+from mlaunch.rendezvous.store_keys import ALL, ARRIVED
 from mlaunch.rendezvous.tcp_store import connect
 
 _MISSING = "missing"

@@ -10,11 +10,12 @@ import socket
 from collections.abc import Callable, Iterator
 
 from mlaunch.base import linux
-from mlaunch.rendezvous import control_protocol, name_lookup
+from mlaunch.machines.gate.store_process import GateConfig, StoreProcess
+from mlaunch.machines.link.streams import RankStreams
+from mlaunch.machines.wire import control_protocol
+from mlaunch.rendezvous import name_lookup
 from mlaunch.rendezvous.address import LOOPBACK, listen
-from mlaunch.rendezvous.link.streams import RankStreams
 from mlaunch.rendezvous.local_store import LocalStore
-from mlaunch.rendezvous.store_process import GateConfig, StoreProcess
 from mlaunch.rendezvous.tcp_store import serve
 
 

@@ -21,12 +21,12 @@ import pytest
 
 from mlaunch.agent import fork_ranks as fork_ranks_module
 from mlaunch.agent.inspection import Inspection
-from mlaunch.agent.joining_machines import NoLaunchError
 from mlaunch.agent.kept.many_calls import KeptSupervisor, NumberRequests
 from mlaunch.agent.peers import Peers
 from mlaunch.agent.prepared import WAIT_LIMIT, PreparedSupervisor
 from mlaunch.agent.questions import Questions
 from mlaunch.agent.rank_process import RankProcess
+from mlaunch.agent.refusal import NoLaunchError
 from mlaunch.agent.supervision import stack_requests, system
 from mlaunch.agent.supervision.first_step import END_DELAY
 from mlaunch.agent.supervision.stack_requests import StackRequests, is_ending, request
@@ -38,6 +38,7 @@ from mlaunch.base.fds import OwnedFds
 from mlaunch.base.linux import wait_readable
 from mlaunch.debug.wire import HoldDeadline
 from mlaunch.forkserver.children import Child
+from mlaunch.machines.agent.linked_peers import LinkedPeers
 from mlaunch.protocol import error_file, payload, registry, stack_dump
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import FD_LIMIT, TEXT_LIMIT, Channel
@@ -429,7 +430,7 @@ def test_the_other_machines_hear_of_a_death_after_the_value_as_the_cause(caused:
     """Of a failure that looks like its consequence. They are not awaited any more, though the link lives on."""
     ours, theirs = Channel.pair()
     link: Any = SimpleNamespace(channel=ours, pid=5)
-    world = World(peers=Peers(link, 3600.0))
+    world = World(peers=LinkedPeers(link, 3600.0))
 
     def fail() -> None:
         raised = launch_messages.RemoteError("X", "", "", Phase.RUNNING, "", "", None)
@@ -447,7 +448,7 @@ def test_the_other_machines_hear_of_a_death_after_the_value_as_the_cause(caused:
 def test_the_other_machines_hear_of_the_cause_not_of_its_consequence() -> None:
     ours, theirs = Channel.pair()
     link: Any = SimpleNamespace(channel=ours, pid=5)
-    world = World(peers=Peers(link, 60.0))
+    world = World(peers=LinkedPeers(link, 60.0))
 
     def answer() -> None:
         lost = launch_messages.RemoteError(
@@ -582,7 +583,7 @@ def test_threads_are_not_watched_where_other_machines_want_to_know_why() -> None
     """They hear of the first failure as the others are stopped, and it is known once the rank has ended."""
     ours, theirs = Channel.pair()
     link: Any = SimpleNamespace(channel=ours, pid=5)
-    world = World(watched=True, peers=Peers(link, 60.0))
+    world = World(watched=True, peers=LinkedPeers(link, 60.0))
     assert world.supervisor._stopping.endings.due is None
     world.run(lambda: world.end(1, 3))
     failure, _ = theirs.receive()

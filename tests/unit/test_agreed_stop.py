@@ -38,10 +38,10 @@ from mlaunch.base import signals
 from mlaunch.caller.ranks.kept_call import KeptCall
 from mlaunch.engines.caller.launch.machines_stop import MachinesStop
 from mlaunch.engines.member.lease_term import SignalsHere
+from mlaunch.machines.gate.gate_stop import GateStop
+from mlaunch.machines.link import stop_words
 from mlaunch.protocol import this_rank
 from mlaunch.protocol.messages.part_messages import ForPart, PartSays
-from mlaunch.rendezvous.gate.gate_stop import GateStop
-from mlaunch.rendezvous.link import stop_words
 from tests.conftest import TORCH
 from tests.processes import said_in_fork
 

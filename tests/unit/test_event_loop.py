@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from mlaunch.rendezvous import control_protocol, event_loop
+from mlaunch.machines.wire import control_protocol
+from mlaunch.rendezvous import event_loop
 from tests.processes import said_in_fork
 
 

@@ -27,30 +27,31 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mlaunch.agent.joining_machines import join_machines
 from mlaunch.agreed_stop.wire import NAME, FreezeRanks, StopRanks
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.caller.options.launch_options import Options
+from mlaunch.machines.agent.joining_machines import join_machines
+from mlaunch.machines.gate import admission
+from mlaunch.machines.gate import gate as gate_module
+from mlaunch.machines.gate.gate import Gate
+from mlaunch.machines.gate.membership import Join, failure_of_record, shortened
+from mlaunch.machines.gate.roster import Roster
+from mlaunch.machines.gate.store_process import GateConfig, StoreProcess
+from mlaunch.machines.link import joining_words, link_process, stop_words
+from mlaunch.machines.link.link_process import LinkProcess
+from mlaunch.machines.link.streams import RankStreams
+from mlaunch.machines.wire import control_protocol
+from mlaunch.machines.wire.multiplex import Pieces
 from mlaunch.protocol import channel
 from mlaunch.protocol import token as tokens
 from mlaunch.protocol.messages.launch_messages import Ready
 from mlaunch.protocol.messages.machine_messages import Beat, Done, Planned, Waiting
 from mlaunch.protocol.messages.part_messages import ForPart
 from mlaunch.protocol.spec import Rendezvous
-from mlaunch.rendezvous import control_protocol, name_lookup, tcp_store
+from mlaunch.rendezvous import name_lookup, tcp_store
 from mlaunch.rendezvous.address import listen
 from mlaunch.rendezvous.event_loop import VARIABLE
-from mlaunch.rendezvous.gate import admission
-from mlaunch.rendezvous.gate import gate as gate_module
-from mlaunch.rendezvous.gate.gate import Gate
-from mlaunch.rendezvous.gate.membership import Join, failure_of_record, shortened
-from mlaunch.rendezvous.gate.roster import Roster
-from mlaunch.rendezvous.link import joining_words, link_process, stop_words
-from mlaunch.rendezvous.link.link_process import LinkProcess
-from mlaunch.rendezvous.link.streams import RankStreams
-from mlaunch.rendezvous.multiplex import Pieces
-from mlaunch.rendezvous.store_process import GateConfig, StoreProcess
 from tests.system.network import free_port
 from tests.unit.test_membership import roster_of
 

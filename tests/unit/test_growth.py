@@ -23,17 +23,17 @@ from mlaunch.agent.scene import AgentParts
 from mlaunch.agent.supervision.stack_requests import StackRequests
 from mlaunch.forkserver import imports
 from mlaunch.insight.wire import WATCH
+from mlaunch.machines.gate.gate import Gate
+from mlaunch.machines.wire import control_protocol
+from mlaunch.machines.wire.multiplex import HEAD
 from mlaunch.protocol import registry, sources
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages.kept_messages import EndCall
-from mlaunch.rendezvous import control_protocol
 from mlaunch.rendezvous.address import LOOPBACK, listen
-from mlaunch.rendezvous.gate.gate import Gate
-from mlaunch.rendezvous.gate.store_connection import StoreConnection
-from mlaunch.rendezvous.gate.store_keys import StoreKeys
-from mlaunch.rendezvous.gate.torch_protocol import _MAGIC, Asked
-from mlaunch.rendezvous.multiplex import HEAD
+from mlaunch.rendezvous.store_connection import StoreConnection
+from mlaunch.rendezvous.store_keys import StoreKeys
+from mlaunch.rendezvous.torch_protocol import _MAGIC, Asked
 from mlaunch.sweeps.caller.report_log import ReportLog
 from tests.processes import said_in_fork
 from tests.soak import Samples

@@ -78,7 +78,7 @@ ROOMS = (
 ROOM_OF_FILE = {
     "__init__": "top", "__main__": "top", "command": "cli", "kernel": "notebook", "plugin": "caller",
     "caller": "caller", "member": "member", "server": "forkserver", "agent": "agent", "rank": "rank",
-    "wire": "protocol",
+    "gate": "rendezvous", "link": "rendezvous", "wire": "protocol",
 }  # fmt: skip
 ROOM_OF_NAME = {"_version": "base", "features": "base", "core": "protocol"}
 NAMES = {feature.name for feature in FEATURES}
@@ -140,10 +140,9 @@ def test_files_of_features_name_their_process() -> None:
         assert files - {"__pycache__"} <= ROOM_OF_FILE.keys(), feature
 
 
-# Several machines are to be a feature, too; the command and pytest's plugin are: they come after these.
-MACHINES = {"engines", "rendezvous", "agent.joining_machines"}
+# What else builds on a feature comes after it.
 USED_BY = {
-    "agreed_stop": MACHINES,
+    "agreed_stop": {"engines", "machines"},
     "comm": {"compat", "pytest"},
     "compat": {"launch"},
     "engines": {"run"},
@@ -169,13 +168,11 @@ def test_nobody_imports_a_feature_but_itself() -> None:
 
 
 # Which have left the core, down to its comments.
-WORDS_OF_FEATURES = ("zygote", "widget", "display_pub", "scriptrank", "virtual_local_rank")
+WORDS_OF_FEATURES = ("zygote", "widget", "display_pub", "scriptrank", "virtual_local_rank", "linkedpeers")
 WORDS_IN_NAMES = ("debug",)  # in no name that the core gives
 OTHERS_NAMES = {"set_debug_level_from_env"}  # torch's
 # The options that users' editors need to see are listed here, with what is written where.
 LISTS_OPTIONS = {"options", "features.py"}
-# Rooms of what is still to become a feature.
-NOT_THE_CORE = {"rendezvous", "joining_machines.py"}
 
 
 def names_in(module: ast.Module) -> set[str]:
@@ -197,7 +194,7 @@ def test_the_core_names_no_feature() -> None:
     """Neither a feature nor an option of one, in code: words that explain may."""
     for path in (ROOT / "mlaunch").rglob("*.py"):
         inside = {*path.relative_to(ROOT / "mlaunch").parts}
-        if inside.isdisjoint(LISTS_OPTIONS | NAMES | NOT_THE_CORE):
+        if inside.isdisjoint(LISTS_OPTIONS | NAMES):
             named = names_in(tree_of(path))
             assert not named & OPTIONS, path
             assert not [name for name in named - OTHERS_NAMES for word in WORDS_IN_NAMES if word in name.lower()], path

@@ -12,16 +12,12 @@ from typing import Any
 
 import pytest
 
-from mlaunch.agent.peers import Peers
 from mlaunch.base import linux
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.text import printable
 from mlaunch.engines.caller.launch.machine import shown
-from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.spec import Agreed, Rendezvous
-from mlaunch.rendezvous import address, control_protocol
-from mlaunch.rendezvous.address import listen
-from mlaunch.rendezvous.gate.membership import (
+from mlaunch.machines.agent.linked_peers import LinkedPeers
+from mlaunch.machines.gate.membership import (
     Join,
     RoleRanks,
     agreed_of_record,
@@ -30,8 +26,13 @@ from mlaunch.rendezvous.gate.membership import (
     role_ranks,
     shortened,
 )
-from mlaunch.rendezvous.gate.roster import Roster
-from mlaunch.rendezvous.store_process import GateConfig
+from mlaunch.machines.gate.roster import Roster
+from mlaunch.machines.gate.store_process import GateConfig
+from mlaunch.machines.wire import control_protocol
+from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.spec import Agreed, Rendezvous
+from mlaunch.rendezvous import address
+from mlaunch.rendezvous.address import listen
 
 
 def counted(machine: int, n_gpus: int, **changes: Any) -> Join:
@@ -105,7 +106,7 @@ def test_a_link_that_says_nothing_is_killed() -> None:
         while True:
             signal.pause()
     pidfd = os.pidfd_open(link.pid)
-    heard = Peers(link, 0.0).hear([])  # type: ignore[arg-type]
+    heard = LinkedPeers(link, 0.0).hear([])  # type: ignore[arg-type]
     ended = linux.wait_readable([pidfd], 30)
     os.kill(link.pid, signal.SIGKILL)
     os.waitpid(link.pid, 0)
@@ -121,7 +122,7 @@ def test_a_link_that_says_nothing_is_killed() -> None:
 def test_one_failure_is_told(heard: bool) -> None:
     """The first of all machines: ours, unless another's has come before."""
     link = LinkStandIn()
-    peers = Peers(link)  # type: ignore[arg-type]
+    peers = LinkedPeers(link)  # type: ignore[arg-type]
     if heard:
         link.theirs.send(RankFailure(3, 1, "theirs"))
         assert peers.hear([link.channel.fileno()]) == RankFailure(3, 1, "theirs")
@@ -139,7 +140,7 @@ def test_one_failure_is_told(heard: bool) -> None:
 @pytest.mark.parametrize("told", [False, True])
 def test_a_link_that_ends_after_a_failure_is_no_news(told: bool) -> None:
     link = LinkStandIn()
-    peers = Peers(link)  # type: ignore[arg-type]
+    peers = LinkedPeers(link)  # type: ignore[arg-type]
     if told:
         peers.tell(RankFailure(0, 1, "raised ValueError"))
     link.theirs.close()

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from benchmarks.operations import clients, of_joining
 from mlaunch.base.text import name_some_ranks
-from mlaunch.rendezvous.gate import store_service
-from mlaunch.rendezvous.gate.store_keys import StoreKeys
+from mlaunch.machines.gate import store_service
+from mlaunch.rendezvous.store_keys import StoreKeys
 from tests.unit.stores import store_of_a_launch, store_of_torch
 
 

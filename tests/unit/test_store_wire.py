@@ -1,7 +1,7 @@
 """Torch's own clients at our store, through link and gate: whatever they ask, they are answered as by torch's store.
 
 Their language is torch's own affair. When this file fails with a new torch,
-``mlaunch/rendezvous/gate/torch_protocol.py`` is to learn what is new; until then launches over several machines do not
+``mlaunch/rendezvous/torch_protocol.py`` is to learn what is new; until then launches over several machines do not
 work with it.
 """
 
@@ -19,13 +19,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mlaunch.rendezvous import name_lookup
+from mlaunch.rendezvous import name_lookup, store_keys
 from mlaunch.rendezvous.address import LOOPBACK, listen
-from mlaunch.rendezvous.gate import store_keys
-from mlaunch.rendezvous.gate.store_connection import StoreConnection
-from mlaunch.rendezvous.gate.store_keys import StoreKeys
-from mlaunch.rendezvous.gate.torch_protocol import _MAGIC, Asked, Requests, UnknownRequestError
+from mlaunch.rendezvous.store_connection import StoreConnection
+from mlaunch.rendezvous.store_keys import StoreKeys
 from mlaunch.rendezvous.tcp_store import connect
+from mlaunch.rendezvous.torch_protocol import _MAGIC, Asked, Requests, UnknownRequestError
 from tests.unit.stores import store_of_a_launch, store_of_one_machine, store_of_torch
 
 SHORT = timedelta(milliseconds=50)

@@ -10,14 +10,14 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from mlaunch.rendezvous import multiplex
+from mlaunch.machines.gate.store_service import serve_store
+from mlaunch.machines.link import streams
+from mlaunch.machines.link.streams import RankStreams
+from mlaunch.machines.wire import multiplex
+from mlaunch.machines.wire.multiplex import HEAD, Pieces
 from mlaunch.rendezvous.address import LOOPBACK, listen
-from mlaunch.rendezvous.gate.store_keys import StoreKeys
-from mlaunch.rendezvous.gate.store_service import serve_store
-from mlaunch.rendezvous.gate.torch_protocol import GIVEN_UP, GO, LONGEST, SIZE, Asked
-from mlaunch.rendezvous.link import streams
-from mlaunch.rendezvous.link.streams import RankStreams
-from mlaunch.rendezvous.multiplex import HEAD, Pieces
+from mlaunch.rendezvous.store_keys import StoreKeys
+from mlaunch.rendezvous.torch_protocol import GIVEN_UP, GO, LONGEST, SIZE, Asked
 
 VALIDATE = b"\0\xce\xf7\x85\x3c"
 

@@ -30,6 +30,7 @@ ASKS = {
     "events": ("events='t'", CALL.format("events='t'")),
     "insight": ("stall=60", CALL.format("stall=60")),
     "leases": ("lease=True", CALL.format("lease=True")),
+    "machines": ("world_size=2", CALL.format("world_size=2, port=29511")),
     "numa": ("numa='node'", CALL.format("numa='node'")),
     "profile": ("profile='t'", CALL.format("profile='t'")),
     "run": ("python -m mlaunch.launch", "import runpy\nrunpy.run_module('mlaunch.launch', run_name='__main__')"),
@@ -79,7 +80,7 @@ def test_its_option_says_that_it_is_not_there(without: tuple[str, Path]) -> None
     if name not in ASKS:
         pytest.skip("its users import it by its name, and Python says that there is none")
     asked, statement = ASKS[name]
-    if "Ranks" in statement:
+    if "Ranks" in statement or name == "machines":
         pytest.importorskip("torch", reason="the ranks come before what is asked of them")
     done = python(copy, "-c", f"import mlaunch\n{statement}")
     told_by = "mlaunch run" if asked.startswith("--") else "ModuleNotFoundError"

@@ -15,9 +15,9 @@ from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol.messages.launch_messages import Errand
 from mlaunch.protocol.messages.prepared_messages import Details
 from mlaunch.protocol.result_queue import Results
-from mlaunch.rendezvous.store_process import StoreProcess
 
 if TYPE_CHECKING:
+    from mlaunch.machines.gate.store_process import StoreProcess
     from mlaunch.protocol.messages.channels import AgentHears, AgentsEnd
 
 # After a failure nobody waits for the others longer than it takes to tell them.

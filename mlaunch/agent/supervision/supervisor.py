@@ -35,9 +35,9 @@ from mlaunch.protocol.messages.launch_messages import (
     ServerGone,
 )
 from mlaunch.protocol.messages.prepared_messages import Details
-from mlaunch.rendezvous.store_process import StoreProcess
 
 if TYPE_CHECKING:
+    from mlaunch.machines.gate.store_process import StoreProcess
     from mlaunch.protocol.messages.channels import AgentHears
 
 

@@ -15,10 +15,10 @@ from mlaunch.caller.launch import device_choice
 from mlaunch.caller.launch.device_choice import DeviceChoice
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.report import notebook
-from mlaunch.protocol import token as tokens
+from mlaunch.core import load
 from mlaunch.protocol.messages.launch_messages import Ready
 from mlaunch.protocol.settings import of_this_process
-from mlaunch.protocol.spec import CallFacts, Context, LaunchSpec, Rendezvous, new_launch_id
+from mlaunch.protocol.spec import CallFacts, Context, LaunchSpec, new_launch_id
 from mlaunch.rank.setup import device
 
 if TYPE_CHECKING:
@@ -53,7 +53,9 @@ def plan(options: Options, machine: ThisMachine, name: str, environ: Mapping[str
     # A warning and no error: the figure was measured with one torch, and a launch may get by with less.
     if lacks := rlimits.too_few_files(placed.local_world_size):
         log.warning("%s: %s", name, lacks)
-    cluster = _cluster(options, environ, name) if world_size > placed.local_world_size else None
+    cluster = None
+    if world_size > placed.local_world_size:
+        cluster = load.room("machines", "caller", f"world_size={world_size}").rendezvous(options, environ, name)
     return LaunchSpec(
         launch_id=new_launch_id(),
         call=CallFacts(name, options.deadline, attempt.time_left, options.seed, options.results == "rank0"),
@@ -90,23 +92,6 @@ def _check_world(options: Options, placed: DeviceChoice, world_size: int) -> Non
             f"world_size={world_size} with {here} rank(s) on this machine: the others are on machines that have to "
             f"find each other; give port= (1 to 65535), master_ip= and rank_start=, or engine= instead"
         )
-
-
-def _cluster(options: Options, environ: Mapping[str, str], name: str) -> Rendezvous:
-    from mlaunch.rendezvous.gate.store_keys import limit_of
-
-    token, source = options.token, "token="
-    if token is None:
-        token, source = environ.get(tokens.VARIABLE), tokens.VARIABLE
-    tokens.check(token, source)
-    if not token and options.rank_start == 0:
-        log.warning("%s has no token: whoever reaches %s, port %s may join it", name, options.master_ip, options.port)
-    if token and len(token) < tokens.SHORTEST:
-        log.warning("%s: %s has %d characters, which others may guess; %s", name, source, len(token), tokens.ADVICE)
-    key = tokens.key_of(token) if token else None
-    times = options.join_timeout, options.heartbeat_timeout
-    host = options.master_ip.strip("[]")  # of an IPv6 address, as in URLs
-    return Rendezvous(host, options.port, key, *times, store_limit=None if key else limit_of(environ))
 
 
 def context_of(environ: Mapping[str, str]) -> Context:

@@ -24,7 +24,10 @@ def spec_of(
         ValueError: This machine cannot serve the job.
         UsageError: A feature that the flags ask for cannot.
     """
-    planned = plan(job.options(size), machine, job.name, environ, attempt)
+    try:
+        planned = plan(job.options(size), machine, job.name, environ, attempt)
+    except ModuleNotFoundError as error:  # of what several machines need
+        raise UsageError(str(error)) from None
     target = target_of(job, error_dir)
     target = dataclasses.replace(target, run_id=job.run_id or planned.launch_id, temporary=tempfile.gettempdir())
     context = Context(environ, working_directory(), job.path, (job.target, *job.args), None, None, os.getpid())

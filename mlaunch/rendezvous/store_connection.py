@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from mlaunch.rendezvous.gate.store_keys import StoreKeys, Wait
-from mlaunch.rendezvous.gate.torch_protocol import (
+from mlaunch.rendezvous.store_keys import StoreKeys, Wait
+from mlaunch.rendezvous.torch_protocol import (
     GIVEN_UP,
     GO,
     NUMBER,

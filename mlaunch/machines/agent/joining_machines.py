@@ -8,40 +8,23 @@ import socket
 import time
 from collections.abc import Iterable
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from mlaunch._version import __version__
-from mlaunch.agent.peers import Peers, silence
+from mlaunch.agent.peers import Joined
+from mlaunch.agent.refusal import NoLaunchError, refuse
 from mlaunch.base.exceptions import RankFailure, describe_exit
 from mlaunch.base.text import printable
+from mlaunch.machines.agent.linked_peers import LinkedPeers, silence
+from mlaunch.machines.gate.membership import Join
+from mlaunch.machines.gate.store_process import GateConfig, StoreProcess
+from mlaunch.machines.link.link_handle import Link
 from mlaunch.protocol.messages.machine_messages import Planned, Refused, Waiting
 from mlaunch.protocol.spec import Agreed, LaunchSpec, Nodes, Rendezvous
 from mlaunch.rendezvous.address import listen_as_master
-from mlaunch.rendezvous.gate.membership import Join
-from mlaunch.rendezvous.link.link_handle import Link
-from mlaunch.rendezvous.store_process import GateConfig, StoreProcess
 
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import AgentsEnd
-
-
-class NoLaunchError(Exception):
-    """The machines did not come together, or have no room; the launcher has been told."""
-
-
-def refuse(launcher: AgentsEnd, why: str, *, late: bool = False) -> NoReturn:
-    """Tell the launcher why there is no launch. ``late``: its deadline has passed."""
-    launcher.try_send(Refused(why, late=late))
-    raise NoLaunchError
-
-
-@dataclasses.dataclass
-class Joined:
-    """What came of joining."""
-
-    spec: LaunchSpec
-    server: StoreProcess | None
-    peers: Peers
 
 
 def join_machines(
@@ -64,7 +47,7 @@ def join_machines(
     link = Link(cluster, _introduction(spec, cluster), listener, held)
     plan = _wait_for_plan(link, server, launcher, parent, spec, cluster.heartbeat_timeout)
     agreed, left = plan.agreed, spec.seconds
-    peers = Peers(link, cluster.heartbeat_timeout, by_engine=cluster.by_engine)
+    peers = LinkedPeers(link, cluster.heartbeat_timeout, by_engine=cluster.by_engine)
     left = None if left is None else max(0.0, left - (time.monotonic() - start))
     nodes = Nodes(agreed.node_rank, agreed.num_nodes, interface=plan.interface)
     joined = dataclasses.replace(_as_agreed(spec, agreed), nodes=nodes).called(time_left=left)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 
 from mlaunch.base.text import first_bytes, name_ranks
-from mlaunch.rendezvous.gate.membership import Join
+from mlaunch.machines.gate.membership import Join
 
 _NAMED, _NAME = 5, 63  # machines in a sentence, and characters of each
 _RUNS = 10  # of numbers in a sentence

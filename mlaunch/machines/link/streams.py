@@ -9,8 +9,8 @@ import asyncio
 import socket
 from typing import Any
 
-from mlaunch.rendezvous import control_protocol
-from mlaunch.rendezvous.multiplex import Pieces
+from mlaunch.machines.wire import control_protocol
+from mlaunch.machines.wire.multiplex import Pieces
 from mlaunch.rendezvous.peer_user import PeerUser
 
 # As memory of this process, for all ranks together: a gate that is slow slows down who writes, and fills nothing.

@@ -20,8 +20,8 @@ from mlaunch.agreed_stop.wire import (
     is_look,
 )
 from mlaunch.base.text import printable
+from mlaunch.machines.wire.control_protocol import Record
 from mlaunch.protocol.messages.part_messages import ForPart, PartSays
-from mlaunch.rendezvous.control_protocol import Record
 
 _CALL = 0  # the number of the one call of such a launch
 _REASON = 100  # bytes

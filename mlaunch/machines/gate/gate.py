@@ -18,14 +18,14 @@ import socket
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from mlaunch.machines.gate import membership
+from mlaunch.machines.gate.admission import PATIENCE, Admission, Complaints, Guest
+from mlaunch.machines.gate.gate_stop import GateStop
+from mlaunch.machines.gate.roster import Roster
+from mlaunch.machines.gate.store_service import serve_store
+from mlaunch.machines.wire import control_protocol
 from mlaunch.protocol.messages.launch_messages import CAUSE_DELAY
-from mlaunch.rendezvous import control_protocol
-from mlaunch.rendezvous.gate import membership
-from mlaunch.rendezvous.gate.admission import PATIENCE, Admission, Complaints, Guest
-from mlaunch.rendezvous.gate.gate_stop import GateStop
-from mlaunch.rendezvous.gate.roster import Roster
-from mlaunch.rendezvous.gate.store_keys import StoreKeys
-from mlaunch.rendezvous.gate.store_service import serve_store
+from mlaunch.rendezvous.store_keys import StoreKeys
 
 _CLOSE_TIMEOUT = 1.0  # seconds for the others to close when all is over
 _WORD_DELAY = 0.1, 0.002  # seconds before who waits is told of who has come: at least, and for each who is told

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from mlaunch.base import linux, rlimits
 from mlaunch.base.process_name import name_process
+from mlaunch.machines.gate.membership import Join
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.spec import Rendezvous
-from mlaunch.rendezvous.gate.membership import Join
 
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import LinkHears, LinkSays
@@ -52,8 +52,8 @@ def _run(
         for fd in close:
             os.close(fd)
         rlimits.allow_files()
+        from mlaunch.machines.link.link_process import LinkProcess
         from mlaunch.rendezvous import event_loop
-        from mlaunch.rendezvous.link.link_process import LinkProcess
 
         event_loop.run(LinkProcess(cluster, join, agent).run(listener))
     except BaseException:  # an error of ours: the text must not be lost

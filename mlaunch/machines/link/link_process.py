@@ -22,18 +22,18 @@ from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.text import printable
+from mlaunch.machines.gate.gate import BEATS
+from mlaunch.machines.gate.membership import Join, agreed_of_record, failure_of_record, shortened
+from mlaunch.machines.link import stop_words
+from mlaunch.machines.link.joining_words import JoiningWords
+from mlaunch.machines.link.streams import RankStreams
+from mlaunch.machines.wire import control_protocol
 from mlaunch.protocol.channel import Channel, assert_never
 from mlaunch.protocol.messages.launch_messages import CAUSE_DELAY
 from mlaunch.protocol.messages.machine_messages import AllGone, Beat, Done, Planned, Refused
 from mlaunch.protocol.messages.part_messages import PartSays
 from mlaunch.protocol.spec import Rendezvous
-from mlaunch.rendezvous import control_protocol
 from mlaunch.rendezvous.address import interface_of
-from mlaunch.rendezvous.gate.gate import BEATS
-from mlaunch.rendezvous.gate.membership import Join, agreed_of_record, failure_of_record, shortened
-from mlaunch.rendezvous.link import stop_words
-from mlaunch.rendezvous.link.joining_words import JoiningWords
-from mlaunch.rendezvous.link.streams import RankStreams
 
 if TYPE_CHECKING:
     from mlaunch.protocol.messages.channels import LinkHears, LinkSays

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from mlaunch.rendezvous.control_protocol import LINE_LIMIT
-from mlaunch.rendezvous.gate import store_keys
+from mlaunch.machines.wire.control_protocol import LINE_LIMIT
+from mlaunch.rendezvous import store_keys
 
 STRANGERS_LINE = 1024  # bytes of what one says before it has proved itself
 # Each costs a descriptor, a task and some memory; all else waits in the kernel, for nothing.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from mlaunch.rendezvous.gate.store_connection import StoreConnection
-from mlaunch.rendezvous.gate.store_keys import StoreFullError, StoreKeys
-from mlaunch.rendezvous.multiplex import Pieces
+from mlaunch.machines.wire.multiplex import Pieces
+from mlaunch.rendezvous.store_connection import StoreConnection
+from mlaunch.rendezvous.store_keys import StoreFullError, StoreKeys
 
 
 async def serve_store(

@@ -30,8 +30,8 @@ class GateConfig:
 
     def serve(self) -> None:
         """Serves the launch's machines for as long as the process lives."""
+        from mlaunch.machines.gate.gate import Gate
         from mlaunch.rendezvous import event_loop
-        from mlaunch.rendezvous.gate.gate import Gate
 
         gate = Gate(self.launch_id, self.token, self.heartbeat_timeout, self.store_limit)
         event_loop.run(gate.serve(self.listener))

@@ -11,7 +11,7 @@ import asyncio
 import struct
 from collections.abc import AsyncIterator
 
-from mlaunch.rendezvous import control_protocol
+from mlaunch.machines.wire import control_protocol
 
 HEAD = struct.Struct("<QQ")  # stream, size
 LONGEST = 1 << 20  # bytes that a piece has at most, so that one side's memory is not what the other says

@@ -9,8 +9,8 @@ import asyncio
 from collections.abc import Collection, Mapping
 
 from mlaunch.agreed_stop.wire import AgreedStop, is_look
-from mlaunch.rendezvous import control_protocol
-from mlaunch.rendezvous.control_protocol import Record
+from mlaunch.machines.wire import control_protocol
+from mlaunch.machines.wire.control_protocol import Record
 
 _REASON = 100  # characters
 _PATIENCE = 1e9  # seconds

@@ -1,0 +1,1 @@
+"""How gate and links talk, over connections that strangers may open, too."""
