@@ -934,7 +934,7 @@ SLIPS = (
         "seed_of_a_kept_call",
         "rank/kept.py",
         "        if call.seed is not None:\n",
-        "        if call.seed is None and self._spec.seed is not None:\n",
+        "        if call.seed is None and self._spec.call.seed is not None:\n",
         ("contract/test_keep.py::test_a_seed_counts_for_each_call",),
         "a seed counts from the start, it seems",
     ),

@@ -28,7 +28,7 @@ def test_a_restart_has_what_is_left_of_the_deadline() -> None:
     assert all(later < earlier for earlier, later in itertools.pairwise(given))  # type: ignore[operator]
     machine = ThisMachine(Ready("2.13", None, ("gloo",)), lambda _environ: 0)
     spec = plan(Options(n_gpus=1, deadline=60.0), machine, "train()", {}, Attempt(1, 5.0))
-    assert (spec.deadline, spec.seconds) == (60.0, 5.0)
+    assert (spec.call.deadline, spec.seconds) == (60.0, 5.0)
 
 
 def errors_of_attempts(*ends: LaunchError) -> tuple[list[str], LaunchError]:
