@@ -159,7 +159,7 @@ class AgentParts:
         self._part(feature).visited(pid)
 
     def asked(self, word: bytes, tell: TellLooker) -> None:
-        """Pass on what somebody asks who looks; who asks is told if the feature is not there."""
+        """Pass on what somebody asks who looks, and say so if the feature is not there."""
         from mlaunch.core.load import at_hand  # which most launches do not need
 
         [feature] = [feature.name for feature in FEATURES if word in feature.words]

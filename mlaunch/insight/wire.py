@@ -20,7 +20,7 @@ class StallTerms:
     """The feature's section of a launch's spec.
 
     Attributes:
-        seconds: Without progress, after which the user is told; None: never.
+        seconds: Without progress, after which the user gets a line; None: never.
         ends: The run ends then.
     """
 

@@ -1,4 +1,4 @@
-"""What ranks do, as their caller and who looks at them are told it.
+"""What ranks do, in words for their caller and for people who look.
 
 Nothing is imported before it is asked for: each call that takes longer than a moment has a watch.
 """
