@@ -116,7 +116,7 @@ class Inspection:
             "given": spec.context.given,
             "call": self._call(),
             "world_size": spec.world_size,
-            "restart_count": spec.restart_count,
+            "restart_count": spec.restarts.count,
             "features": self.facts(),
             "ranks": [self._of_rank(rank) for rank in self._ranks],
         }

@@ -26,7 +26,7 @@ def path_of(spec: LaunchSpec, local_rank: int) -> str:
     """Returns the file of one rank; "" where the launch has none."""
     if spec.target is None:
         return ""
-    return os.path.join(spec.target.error_dir, f"attempt_{spec.restart_count}", str(local_rank), "error.json")
+    return os.path.join(spec.target.error_dir, f"attempt_{spec.restarts.count}", str(local_rank), "error.json")
 
 
 @contextlib.contextmanager

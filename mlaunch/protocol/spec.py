@@ -92,6 +92,23 @@ class Nodes:
 
 
 @frozen_record
+class Devices:
+    """What the ranks of one machine run on, one each."""
+
+    type: str  # "": what a command does with devices is not known
+    visible: str | None = None  # as the machine names them, with commas; None: there are none to choose from
+    backend: str = ""
+
+
+@frozen_record
+class Restarts:
+    """How often a call was started again before this attempt, and how often it may be."""
+
+    count: int
+    most: int
+
+
+@frozen_record
 class CallFacts:
     """What of a launch may be known only with its call, for which its ranks wait. Times in seconds."""
 
@@ -111,13 +128,10 @@ class LaunchSpec:
     local_world_size: int
     world_size: int
     rank_start: int
-    device_type: str  # "": what a command does with devices is not known
-    visible_devices: str | None  # as the machine names them, with commas; None: there are none to choose from
-    backend: str
+    devices: Devices
     timeout: float | None
     grace_period: float
-    restart_count: int
-    max_restarts: int
+    restarts: Restarts
     port: int  # of the rendezvous; 0: chosen by the system
     torch_version: str
     secret: str = field(repr=False)  # signs what ranks pickle for each other
@@ -142,10 +156,10 @@ class LaunchSpec:
 
     def device(self, local_rank: int) -> str:
         """Says "cpu", or the device as the machine numbers it, "cuda:2"; "" where that is not known."""
-        if self.device_type in {"cpu", ""}:
-            return self.device_type
-        shown = self.visible_devices.split(",") if self.visible_devices else []
-        return f"{self.device_type}:{shown[local_rank] if shown else local_rank}"
+        if self.devices.type in {"cpu", ""}:
+            return self.devices.type
+        shown = self.devices.visible.split(",") if self.devices.visible else []
+        return f"{self.devices.type}:{shown[local_rank] if shown else local_rank}"
 
     def streams(self, local_rank: int) -> tuple[int, ...]:
         return self.piped[local_rank] if self.piped else ()

@@ -74,7 +74,7 @@ class Rank:
         self._spec = args.spec
         self._pid = os.getpid()  # a fork that returns from the function would answer as if it were the rank
         self._who = self._named()
-        self._device = args.spec.device_type
+        self._device = args.spec.devices.type
         self._parts: RankParts | None = None  # of the launch's features
         self._is_fork = False  # this is not the rank but a process that it forked, which came back through its code
         self._task: Task | None = None

@@ -113,7 +113,7 @@ class FunctionRank(Rank):
         if args.inherited is None:  # the fork server's generator, the same for all, would be nobody's choice
             torch.default_generator.seed()
         self._apply_seed()
-        if spec.prepared and spec.device_type != "cpu":  # the memory of a device is the user's until he asks
+        if spec.prepared and spec.devices.type != "cpu":  # the memory of a device is the user's until he asks
             self._wait_early()
         self._enter(Phase.BINDING)
         self._bound = device.bind(spec, args.local_rank)

@@ -41,7 +41,7 @@ def test_a_machine_that_does_not_say_what_it_does(monkeypatch: pytest.MonkeyPatc
             launch_id="f" * 12,
             call=SimpleNamespace(name="f()"),
             world_size=1,
-            restart_count=0,
+            restarts=SimpleNamespace(count=0),
             context=SimpleNamespace(argv=[], source=""),
         ),
     )

@@ -32,7 +32,9 @@ __all__ = ["as_users_have_it"]  # a fixture
 )
 def test_whether_it_is_there(monkeypatch: pytest.MonkeyPatch, first: Any, is_there: bool) -> None:
     monkeypatch.setattr(caller_prepared, "shape_of", lambda spec: spec)
-    few = SimpleNamespace(cluster=None, target=None, port=0, restart_count=0, local_world_size=2, sections={})
+    few = SimpleNamespace(
+        cluster=None, target=None, port=0, restarts=SimpleNamespace(count=0), local_world_size=2, sections={}
+    )
     server, spec = warm_server.get(os.environ), cast(LaunchSpec, few)
     preparation = caller_prepared.Preparation()
     agent = preparation.expect(server, spec)

@@ -18,7 +18,7 @@ from mlaunch.caller.report import notebook
 from mlaunch.core import load
 from mlaunch.protocol.messages.launch_messages import Ready
 from mlaunch.protocol.settings import of_this_process
-from mlaunch.protocol.spec import CallFacts, Context, LaunchSpec, new_launch_id
+from mlaunch.protocol.spec import CallFacts, Context, Devices, LaunchSpec, Restarts, new_launch_id
 from mlaunch.rank.setup import device
 
 if TYPE_CHECKING:
@@ -62,13 +62,14 @@ def plan(options: Options, machine: ThisMachine, name: str, environ: Mapping[str
         local_world_size=placed.local_world_size,
         world_size=world_size,
         rank_start=options.rank_start,
-        device_type=placed.device_type,
-        visible_devices=placed.visible_devices,
-        backend=device.choose_backend(options.backend, placed.device_type, machine.ready),
+        devices=Devices(
+            placed.device_type,
+            placed.visible_devices,
+            device.choose_backend(options.backend, placed.device_type, machine.ready),
+        ),
         timeout=options.timeout_seconds,
         grace_period=options.grace_period,
-        restart_count=attempt.restart_count,
-        max_restarts=options.max_restarts,
+        restarts=Restarts(attempt.restart_count, options.max_restarts),
         port=options.port,
         torch_version=machine.ready.torch_version,
         secret=os.urandom(16).hex() if cluster is None else cluster.token or "",

@@ -239,7 +239,7 @@ def _launch_of(outcome: Outcome) -> FailedLaunch:
     known = {*failed, *(other.rank for other in others)}
     others += [OtherRank(rank, Phase.RETURNED.value, said) for rank, said in done.items() if rank not in known]
     return FailedLaunch(
-        spec.call.name, spec.launch_id, spec.restart_count, tuple(sorted(others, key=lambda one: one.rank))
+        spec.call.name, spec.launch_id, spec.restarts.count, tuple(sorted(others, key=lambda one: one.rank))
     )
 
 
@@ -267,7 +267,7 @@ def _with_output(outcome: Outcome, cause: RankFailure) -> RankFailure:
     if outcome.log_dir is None or cause.rank is None or not 0 <= cause.rank - spec.rank_start < spec.local_world_size:
         return cause
     name = cause.rank if spec.target is None else cause.rank - spec.rank_start
-    where = files.kept(files.directory_of(outcome.log_dir, spec.restart_count, name))
+    where = files.kept(files.directory_of(outcome.log_dir, spec.restarts.count, name))
     if where is None:  # it has printed nothing
         return cause
     return dataclasses.replace(cause, hints=(*cause.hints, f"its output is in {where}"))

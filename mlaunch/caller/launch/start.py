@@ -41,7 +41,7 @@ def start(
         return start_launch(server, spec, None, output, history, grant.held)
     sent = Call(calls.portable(call.function), call.args, call.kwargs)
     held = grant.held
-    if grant.options.start_method != "forkserver" or (held and spec.device_type != "cpu"):
+    if grant.options.start_method != "forkserver" or (held and spec.devices.type != "cpu"):
         # One on devices would seldom be on those that are free next.
         return start_launch(server, spec, sent, output, history, held)
     spec = with_pipes(spec, output)
@@ -93,7 +93,7 @@ def _handle(
         from mlaunch.core.load import handle_of  # which most launches do not need
 
         kind = handle_of(spec.sections, LaunchHandle)
-    relay = Relay(output, spec.local_world_size, spec.restart_count)
+    relay = Relay(output, spec.local_world_size, spec.restarts.count)
     return kind(spec, server, agent, relay, history, prepared=prepared)
 
 

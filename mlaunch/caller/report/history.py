@@ -152,7 +152,7 @@ class History:
             name=spec.call.name,
             host=", ".join(dict.fromkeys(self.hosts.values())) or os.uname().nodename,
             seconds=now - self.begun,
-            restart_count=spec.restart_count,
+            restart_count=spec.restarts.count,
             world_size=spec.world_size,
             ranks=tuple(self._rank(row, spec, now) for row in rows),
             log_dir=files.kept(log_dir),

@@ -85,7 +85,7 @@ class Preparation:
 
 
 def _is_wanted(spec: LaunchSpec) -> bool:
-    alone = spec.cluster is None and spec.target is None and spec.port == 0 and spec.restart_count == 0
+    alone = spec.cluster is None and spec.target is None and spec.port == 0 and spec.restarts.count == 0
     alone = alone and not served_apart(spec.sections)
     small = spec.local_world_size <= max(_FEW_RANKS, _RANKS_PER_CORE * len(os.sched_getaffinity(0)))
     return alone and small and os.environ.get(_VARIABLE) != "0" and not linux.memory_is_short()

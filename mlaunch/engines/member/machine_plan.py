@@ -80,7 +80,8 @@ class MachinePlan:
 def _of_target(spec: LaunchSpec, target: Target, order: Start) -> LaunchSpec:
     """Returns the launch of what a feature runs, which binds its devices itself."""
     own = dataclasses.replace(target, run_id=target.run_id or spec.launch_id, temporary=tempfile.gettempdir())
-    return dataclasses.replace(spec, device_type="", target=own, nodes=Nodes(order.node_rank, order.num_nodes))
+    nodes = Nodes(order.node_rank, order.num_nodes)
+    return dataclasses.replace(spec, devices=dataclasses.replace(spec.devices, type=""), target=own, nodes=nodes)
 
 
 def _free_port() -> int:

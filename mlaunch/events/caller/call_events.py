@@ -31,8 +31,8 @@ class CallEvents(CallerPart):
 
     def planned(self, spec: LaunchSpec) -> None:
         """Note which attempt begins, and tell that it is another one."""
-        self._function, self._restart_count = spec.call.name, spec.restart_count
-        if spec.restart_count:
+        self._function, self._restart_count = spec.call.name, spec.restarts.count
+        if spec.restarts.count:
             self._tell("restart")
         self._launch = ""
 

@@ -20,7 +20,7 @@ from mlaunch.machines.gate.membership import Join
 from mlaunch.machines.gate.store_process import GateConfig, StoreProcess
 from mlaunch.machines.link.link_handle import Link
 from mlaunch.protocol.messages.machine_messages import Planned, Refused, Waiting
-from mlaunch.protocol.spec import Agreed, LaunchSpec, Nodes, Rendezvous
+from mlaunch.protocol.spec import Agreed, LaunchSpec, Nodes, Rendezvous, Restarts
 from mlaunch.rendezvous.address import listen_as_master
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def _as_agreed(spec: LaunchSpec, agreed: Agreed) -> LaunchSpec:
         spec,
         launch_id=agreed.launch_id,
         secret=f"{spec.secret}/{agreed.secret}",  # the latter can be read on its way, the token cannot
-        restart_count=agreed.attempt,
+        restarts=Restarts(agreed.attempt, spec.restarts.most),
         rank_start=agreed.rank_start,
         world_size=agreed.world_size,
         target=target,
@@ -109,15 +109,15 @@ def _introduction(spec: LaunchSpec, cluster: Rendezvous) -> Join:
         function=spec.call.name,
         mlaunch=__version__.rpartition(".")[0],
         torch=spec.torch_version,
-        attempt=spec.restart_count,
+        attempt=spec.restarts.count,
         role="default" if spec.target is None else spec.target.role,
         machine=spec.nodes.rank if spec.nodes.guessed else 0,
         machines=spec.nodes.count if spec.nodes.guessed else 0,
-        max_restarts=spec.max_restarts,
+        max_restarts=spec.restarts.most,
         heartbeat_timeout=f"{cluster.heartbeat_timeout:g}",
         timeout="None" if spec.timeout is None else f"{spec.timeout:g}",
         stop_grace=f"{terms_of(spec.sections).grace:g}",
-        backend=spec.backend,
+        backend=spec.devices.backend,
         run_id=printable(run_id, 255),
     )
 

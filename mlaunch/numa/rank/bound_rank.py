@@ -87,8 +87,8 @@ def _seats(order: NumaOrder, spec: LaunchSpec) -> Seats:
     if order.lists:
         return Seats(ranks)
     of_script = spec.target is not None
-    runtime = device.runtime_of("cuda" if of_script else spec.device_type) or "cuda"
-    own = None if of_script else spec.visible_devices or ",".join(map(str, range(ranks)))
+    runtime = device.runtime_of("cuda" if of_script else spec.devices.type) or "cuda"
+    own = None if of_script else spec.devices.visible or ",".join(map(str, range(ranks)))
     return seats_of(ranks, order.devices, runtime, environ, own)
 
 

@@ -173,15 +173,15 @@ def bind(spec: LaunchSpec, local_rank: int) -> torch.device:
     """Makes this rank's device the current one, before any group is made (NCCL ties itself to it)."""
     import torch
 
-    if spec.device_type == "cpu":
+    if spec.devices.type == "cpu":
         return torch.device("cpu")
-    if not hides(spec.device_type):
+    if not hides(spec.devices.type):
         index = int(spec.device(local_rank).rpartition(":")[2])
     else:
         # CUDA shows a process the first MIG instance alone, so each rank sees only its own, as device 0.
-        index = 0 if (spec.visible_devices or "").startswith(_INSTANCE) else local_rank
+        index = 0 if (spec.devices.visible or "").startswith(_INSTANCE) else local_rank
     torch.accelerator.set_device_index(index)
-    return torch.device(spec.device_type, index)
+    return torch.device(spec.devices.type, index)
 
 
 def synchronize(device: torch.device) -> None:

@@ -41,8 +41,8 @@ def of_rank(spec: LaunchSpec, local_rank: int, address: str, port: object) -> di
         "GROUP_WORLD_SIZE": spec.nodes.count,
         "NODE_RANK": spec.nodes.rank,
         "ROLE_NAME": "default",
-        "TORCHELASTIC_RESTART_COUNT": spec.restart_count,
-        "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
+        "TORCHELASTIC_RESTART_COUNT": spec.restarts.count,
+        "TORCHELASTIC_MAX_RESTARTS": spec.restarts.most,
         "TORCHELASTIC_RUN_ID": spec.launch_id,
         OWNER: os.getpid(),  # whose RANK it is: what a rank starts inherits these, but is no rank
     }
@@ -64,7 +64,7 @@ def _defaults(spec: LaunchSpec, local_rank: int) -> dict[str, str]:
     found = {name: value for name, value in chosen.items() if name not in environ}
     if tcp_store.lacks_libuv:  # then torch's own store raises in all ranks that do not know it
         found[tcp_store.VARIABLE] = "0"
-    if spec.visible_devices is not None and device.hides(spec.device_type):
-        runtime = device.runtime_of(spec.device_type) or spec.device_type
-        found |= device.hiding(runtime, device.seen_by(local_rank, spec.visible_devices), environ)
+    if spec.devices.visible is not None and device.hides(spec.devices.type):
+        runtime = device.runtime_of(spec.devices.type) or spec.devices.type
+        found |= device.hiding(runtime, device.seen_by(local_rank, spec.devices.visible), environ)
     return found

@@ -86,7 +86,7 @@ def meet_and_join(
     import torch.distributed as dist
 
     dist.set_debug_level_from_env()  # torch read it when the fork server imported it
-    member = Membership(spec.rank(local_rank), spec.world_size, spec.backend, spec.timeout, bound)
+    member = Membership(spec.rank(local_rank), spec.world_size, spec.devices.backend, spec.timeout, bound)
     # Where the ranks' interface is known, no name is looked up for anything that matters.
     with name_lookup.from_files_only() if spec.nodes.interface else contextlib.nullcontext():
         client = _meet(spec, rendezvous, member, f"{spec.launch_id}/{again}")

@@ -34,7 +34,7 @@ def spec_of(
     context = dataclasses.replace(context, source="mlaunch run")
     spec = dataclasses.replace(
         planned,
-        device_type="",
+        devices=dataclasses.replace(planned.devices, type=""),
         target=target,
         context=context,
         nodes=Nodes(job.node_rank, job.nodes, guessed=job.nodes > 1),

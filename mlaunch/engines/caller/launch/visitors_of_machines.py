@@ -156,7 +156,7 @@ class Lookout:
             "argv": list(self._spec.context.argv),
             "source": self._spec.context.source,
             "world_size": self._spec.world_size,
-            "restart_count": self._spec.restart_count,
+            "restart_count": self._spec.restarts.count,
             "ranks": ranks,
         }
 
