@@ -49,7 +49,7 @@ class Peers:
         """Say a word of a feature's part there."""
 
     def tell(self, failure: RankFailure) -> None:
-        """Tell them of the first failure here; of those that follow only our own caller hears."""
+        """Send them the first failure here; those that follow go to this machine's caller."""
 
     def finish(self) -> None:
         """Tell them that this machine's ranks are gone."""

@@ -1,4 +1,4 @@
-"""How an agent ends that has no launch: its launcher hears why."""
+"""How an agent ends that has no launch, with the reason for its launcher."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class Nodes:
 
 
 @frozen_record
-class Devices:
+class RankDevices:
     """What the ranks of one machine run on, one each."""
 
     type: str  # "": what a command does with devices is not known
@@ -128,7 +128,7 @@ class LaunchSpec:
     local_world_size: int
     world_size: int
     rank_start: int
-    devices: Devices
+    devices: RankDevices
     timeout: float | None
     grace_period: float
     restarts: Restarts

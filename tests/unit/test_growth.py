@@ -97,13 +97,13 @@ def test_an_agent_that_is_looked_at() -> None:
             visitor.connect(str(registry.home(os.environ) / "looked.sock"))
             visitor.send(WATCH)  # whose answer has all that others have
             while not (told := _told(visitor)):
-                inspection.serve(inspection.fds(), questions, launcher)
+                inspection.serve(inspection.fds())
                 parts.take_steps(ends=False)
                 now[0] += 1.0
             os.close(told[0])
 
     now[0] = 1.0
-    inspection.serve([], questions, launcher)
+    inspection.serve([])
     try:
         assert grown(look) < ALLOWED
     finally:

@@ -18,7 +18,7 @@ from mlaunch.caller.report import notebook
 from mlaunch.core import load
 from mlaunch.protocol.messages.launch_messages import Ready
 from mlaunch.protocol.settings import of_this_process
-from mlaunch.protocol.spec import CallFacts, Context, Devices, LaunchSpec, Restarts, new_launch_id
+from mlaunch.protocol.spec import CallFacts, Context, LaunchSpec, RankDevices, Restarts, new_launch_id
 from mlaunch.rank.setup import device
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def plan(options: Options, machine: ThisMachine, name: str, environ: Mapping[str
         local_world_size=placed.local_world_size,
         world_size=world_size,
         rank_start=options.rank_start,
-        devices=Devices(
+        devices=RankDevices(
             placed.device_type,
             placed.visible_devices,
             device.choose_backend(options.backend, placed.device_type, machine.ready),

@@ -95,7 +95,7 @@ class LinkedPeers(Peers):
         return RankFailure(None, link.pid, silence(self._timeout), subject=_LINK, kind="lost")
 
     def tell(self, failure: RankFailure) -> None:
-        """Tells them of the first failure here; of those that follow only our own caller hears."""
+        """Send them the first failure here; those that follow go to this machine's caller."""
         if not self._told:
             self._told = True
             self._link.channel.try_send(shortened(failure))

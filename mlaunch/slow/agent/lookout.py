@@ -85,7 +85,7 @@ class SlowLookout(AgentPart):
             return {"text": _NOTHING}
         late = self._comparison.lateness(verdict.ranks) or Lateness(0.0, 0.0, 0.0)
         if verdict.part < self._terms.share and not late.once:
-            return {"text": f"the others wait for no rank for more than {self._terms.share:.3g} of their time"}
+            return {"text": f"the others wait for no rank for more than {100 * self._terms.share:.3g}% of their time"}
         ranks = ",".join(map(str, verdict.ranks))
         return {"text": self._text(verdict, late), "ranks": ranks, "seconds": late.seconds, "share": verdict.share}
 

@@ -35,7 +35,7 @@ from mlaunch.protocol import settings
 from mlaunch.protocol import token as tokens
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.messages.prepared_messages import details_of
-from mlaunch.protocol.spec import CallFacts, Context, Devices, LaunchSpec, Restarts, Target, new_launch_id
+from mlaunch.protocol.spec import CallFacts, Context, LaunchSpec, RankDevices, Restarts, Target, new_launch_id
 from mlaunch.rendezvous.address import LOOPBACK
 
 # What this process does with a launch, which machines need not know; or what an engine decides.
@@ -223,7 +223,7 @@ class MachinesLaunch:
             local_world_size=sum(one.local_world_size for one in prepared),
             world_size=sum(one.local_world_size for one in prepared),
             rank_start=0,
-            devices=Devices(prepared[0].device_type, _devices(prepared)),
+            devices=RankDevices(prepared[0].device_type, _devices(prepared)),
             timeout=self.options.timeout_seconds,
             grace_period=self.options.grace_period,
             restarts=Restarts(self.number.restart_count, self.options.max_restarts),
