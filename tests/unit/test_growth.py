@@ -71,8 +71,8 @@ def test_an_agent_that_is_looked_at() -> None:
     now, board, requests, questions = [0.0], Board.create(1), StackRequests(lambda *_: False), Questions({})
     context = SimpleNamespace(environ=os.environ, caller=1, cwd="/", argv=[], source="", given="")
     spec: Any = SimpleNamespace(
-        context=context, launch_id="looked", rank_start=0, name="train()", world_size=1, restart_count=0, stays=False,
-        cluster=None, device=lambda _: "cpu",
+        context=context, launch_id="looked", rank_start=0, call=SimpleNamespace(name="train()"), world_size=1,
+        restarts=SimpleNamespace(count=0), stays=False, cluster=None, device=lambda _: "cpu",
     )  # fmt: skip
     rank: Any = SimpleNamespace(
         rank=0,
