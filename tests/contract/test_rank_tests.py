@@ -157,7 +157,7 @@ def test_fixtures_on_ranks(suite: Callable[..., tuple[Reports, str]]) -> None:
     failed = {name for name, outcome in outcomes(reports).items() if outcome != "passed"}
     assert failed == {"test_lock", "test_factory"}, printed
     assert len(reports) == 9
-    assert reports["test_twins"]["properties"] == {"answer": 42}
+    assert reports["test_twins"]["properties"] == {"answer": 42, "mlaunch.ranks": 2}
     assert "the fixture 'lock' gives a lock, which cannot travel" in reports["test_lock"]["text"]
     assert "the fixture 'tmp_path_factory' is of use in pytest's process alone" in reports["test_factory"]["text"]
 

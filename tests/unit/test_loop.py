@@ -105,7 +105,6 @@ INSIDE = {
     "mlaunch.debug.rank.talk": "test_the_lines_may_come_from_a_program",
     "mlaunch.debug.caller.stopped_ranks": "test_the_lines_may_come_from_a_program",
     "mlaunch.debug.caller.visiting": "test_without_an_id",
-    "mlaunch.cli.debug_command": "test_without_an_id",
     "mlaunch.caller.ahead": "test_the_first_launch_can_be_prepared_too",
     "mlaunch.caller.inline": "test_a_call_in_this_process",
     "mlaunch.core.grants": "test_steps_that_the_function_counts",
@@ -120,7 +119,6 @@ INSIDE = {
     "mlaunch.caller.output.outlet": "test_strange_bytes",
     "mlaunch.caller.report.records": "test_the_report_of_a_call",
     "mlaunch.display.caller.timeline": "test_the_report_of_a_call",
-    "mlaunch.display.rank": "test_bars_in_ranks_are_text",
     "mlaunch.display.rank.text_bars": "test_bars_in_ranks_are_text",
     "mlaunch.cells.caller.cell_calls": "test_names_go_to_and_fro",
     "mlaunch.cells.kernel.magics": "test_the_magics",
@@ -223,7 +221,19 @@ INSIDE = {
     "mlaunch.caller.options.trouble_options": "test_a_rank_that_there_is_not",
     "mlaunch.caller.options.call_targets": "test_values_come_by_rank_and_the_processes_stay",
     "mlaunch.numa.rank.bound_rank": "test_ranks_that_stay_on_nodes",
-    "mlaunch.run": "test_the_modules_that_are_commands",
+    "mlaunch.run.__main__": "test_the_modules_that_are_commands",
+    "mlaunch.run.command.flag_values": "test_the_plan",
+    "mlaunch.run.rank.environ": "test_a_script_is_main",
+    "mlaunch.run.wire": "test_a_script_is_main",
+    "mlaunch.machines.caller": "test_two_machines_that_are_threads",
+    "mlaunch.core.notes": "test_mlaunch_stop",
+    "mlaunch.debug.caller.debugged_call": "test_the_lines_may_come_from_a_program",
+    "mlaunch.debug.caller.ide_of_caller": "test_the_lines_may_come_from_a_program",
+    "mlaunch.debug.command": "test_without_an_id",
+    "mlaunch.debug.rank.breakpoints": "test_the_lines_may_come_from_a_program",
+    "mlaunch.debug.rank.debugged_rank": "test_the_lines_may_come_from_a_program",
+    "mlaunch.slow.caller": "test_where_it_is_not",
+    "mlaunch.slow.command": "test_the_flags_of_options",
     "mlaunch.warm.command": "test_wrong_command_lines",
 }
 # A member that is a process is a fresh interpreter, as is a fork server that outlives its caller, and a command with a
@@ -233,6 +243,7 @@ FRESH = {"mlaunch.engines.member.main", "mlaunch.warm.caller.zygote_upkeep", "ml
 FRESH |= {"mlaunch.debug.rank.visit", "mlaunch.warm.wire.inherited"}
 FRESH |= {"mlaunch.leases.caller.remnants"}  # with a library of its own in place of the driver's
 FRESH |= {"mlaunch.profile.member"}  # of a profile on machines: torch's profiler alone takes seconds to import
+FRESH |= {"mlaunch.slow.agent.lookout", "mlaunch.slow.rank", "mlaunch.torch_parts.model_times"}  # which take seconds
 FRESH |= {f"mlaunch.torch_parts.{name}" for name in ("lacking", "recorder")}
 FRESH |= {f"mlaunch.warm.server.{name}" for name in ("takeover", "zygote", "zygote_start")}
 
