@@ -23,7 +23,7 @@ PEERS = {  # as the README names them
     "accelerate notebook_launcher": "accelerate",
 }
 SUMMARY = (  # case, which of our rows, in words
-    ("warm call after a pause, 2 ranks, peers", "mlaunch", "a warm call of 2 ranks, after a pause"),
+    ("warm call after a pause, 2 ranks, peers", "mlaunch", "a later call, 2 ranks, after a pause"),
     ("the command, 8 ranks", "mlaunch run", "a script of 8 ranks, by mlaunch run"),
     ("PSS of 8 idle ranks", "mlaunch run", "memory of 8 idle ranks of a script"),
 )
