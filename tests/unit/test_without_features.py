@@ -75,10 +75,10 @@ def test_what_every_launch_has(without: tuple[str, Path]) -> None:
     assert " passed" in done.stdout
 
 
+@pytest.mark.parametrize("without", [*ASKS], indirect=True, scope="module")
 def test_its_option_says_that_it_is_not_there(without: tuple[str, Path]) -> None:
+    """Of the others, users import what they want by its name, and Python says that there is none."""
     name, copy = without
-    if name not in ASKS:
-        pytest.skip("its users import it by its name, and Python says that there is none")
     asked, statement = ASKS[name]
     if "Ranks" in statement or name == "machines":
         pytest.importorskip("torch", reason="the ranks come before what is asked of them")
@@ -90,10 +90,9 @@ def test_its_option_says_that_it_is_not_there(without: tuple[str, Path]) -> None
     )
 
 
+@pytest.mark.parametrize("without", ["debug"], indirect=True, scope="module")
 def test_a_breakpoint_in_a_rank_is_pythons_without_a_debugger(without: tuple[str, Path]) -> None:
-    name, copy = without
-    if name != "debug":
-        pytest.skip("it knows nothing of breakpoints")
+    _, copy = without
     pytest.importorskip("torch", reason="its rank needs torch")
     statement = "import mlaunch, sys\nmlaunch.launcher(breakpoint, 1, device_type='cpu')()"
     done = python(copy, "-c", statement)
