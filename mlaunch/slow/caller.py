@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.caller.options.trouble_options import parse_share
-from mlaunch.caller.report.records import SlowRanks
 from mlaunch.core.notes import Note
 from mlaunch.core.parts import CallerPart
-from mlaunch.slow.wire import NAME, BeginToLook, FoundSlow, SlowTerms
+from mlaunch.slow.wire import NAME, BeginToLook, SlowRanks, SlowTerms
 
 if TYPE_CHECKING:
     from mlaunch.core.parts import Spell
@@ -43,7 +42,6 @@ def part(options: Any, spell: Spell) -> SlowPart:
 
 def noted(news: object, name: str) -> Note:
     """Return what a launch of this name notes of what its agent says."""
-    if isinstance(news, FoundSlow):
-        found = SlowRanks(news.ranks, news.last, news.seconds, news.share, news.since, news.text)
-        return Note(f"{name}: {news.text}", {"slow_ranks": found})
+    if isinstance(news, SlowRanks):
+        return Note(f"{name}: {news.text}", {"slow_ranks": news})
     return Note()

@@ -66,14 +66,14 @@ class WaitsOfRank:
 
 
 @frozen_record
-class FoundSlow:
-    """agent -> caller: ranks that have been slow for as long as it takes to be told of.
+class SlowRanks:
+    """agent -> caller, and in the report: the others have waited for these ranks for as long as ``slow=`` says.
 
     Attributes:
         ranks: Global ranks.
-        last: In which share of the collectives they were the last.
-        seconds: By which they were later than the next in each, on average.
-        share: Of their time for which the others waited longer.
+        last: In which share of the collectives they were last, from 0 to 1.
+        seconds: By which the others waited longer in each, on average.
+        share: Of the others' time, which that was, from 0 to 1.
         since: Seconds of the epoch.
         text: All of it, for people.
     """
@@ -84,3 +84,6 @@ class FoundSlow:
     share: float
     since: float
     text: str
+
+    def __str__(self) -> str:
+        return self.text

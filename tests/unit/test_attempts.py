@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from mlaunch import LaunchError
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.caller.interrupts import carry_out
+from mlaunch.caller.launch.call import TRIES, tried
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.caller.launch.restarts import with_restarts
 from mlaunch.caller.options.launch_options import Options
+from mlaunch.caller.server.fork_server import ServerGoneError
+from mlaunch.protocol.calls import Call
 from mlaunch.protocol.messages.launch_messages import Ready
+from mlaunch.sweeps.caller import submitted_call
 
 
 def test_a_restart_has_what_is_left_of_the_deadline() -> None:
@@ -29,6 +36,42 @@ def test_a_restart_has_what_is_left_of_the_deadline() -> None:
     machine = ThisMachine(Ready("2.13", None, ("gloo",)), lambda _environ: 0)
     spec = plan(Options(n_gpus=1, deadline=60.0), machine, "train()", {}, Attempt(1, 5.0))
     assert (spec.call.deadline, spec.seconds) == (60.0, 5.0)
+
+
+def test_servers_that_are_gone_before_anything_ran() -> None:
+    """Another one is asked, of a call on ranks of its own and of a submitted one with ``keep=``; not for ever."""
+    tries = 0
+
+    def attempt(gone: int) -> Any:
+        nonlocal tries
+        yield from ()
+        tries += 1
+        if tries <= gone:
+            raise ServerGoneError("the fork server (pid 7) was killed by SIGKILL")
+        return tries
+
+    assert carry_out(tried(functools.partial(attempt, TRIES - 1))) == TRIES
+    tries = 0
+    with pytest.raises(
+        LaunchError, match=r"by SIGKILL; 2 others before it met the same end\. Look for what kills them"
+    ):
+        carry_out(tried(functools.partial(attempt, TRIES)))
+
+
+def test_a_kept_trial_asks_another_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = iter([ServerGoneError("gone"), None])
+
+    def on_kept(*_: object) -> Any:
+        yield from ()
+        if error := next(ends):
+            raise error
+        return "its value"
+
+    monkeypatch.setattr(submitted_call, "_on_kept_ranks", on_kept)
+    course: Any = SimpleNamespace(starting=False)
+    call = Call(print, (), {})
+    made = submitted_call.attempt_here(Options(keep=60), call, "train()", Attempt(0, None), course)
+    assert carry_out(made) == "its value"  # type: ignore[comparison-overlap]
 
 
 def errors_of_attempts(*ends: LaunchError) -> tuple[list[str], LaunchError]:

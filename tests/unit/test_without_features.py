@@ -99,6 +99,14 @@ def test_a_breakpoint_in_a_rank_is_pythons_without_a_debugger(without: tuple[str
     assert "bdb.BdbQuit" in done.stderr, done.stderr
 
 
+@pytest.mark.parametrize("without", ["machines"], indirect=True, scope="module")
+def test_a_flag_is_named_as_it_was_given(without: tuple[str, Path]) -> None:
+    pytest.importorskip("torch", reason="the plan comes after torch's import")
+    _, copy = without
+    done = python(copy, "-m", "mlaunch", "run", "--nnodes", "2", "--rdzv-endpoint", "localhost:29512", "setup.cfg")
+    assert done.stderr.splitlines()[-1].startswith("mlaunch run: --nnodes 2: this installation of mlaunch lacks")
+
+
 def test_the_command_is_there(without: tuple[str, Path]) -> None:
     """And says so of a command that is a feature's own."""
     name, copy = without

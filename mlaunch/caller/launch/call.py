@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import sys
 import time
@@ -120,19 +121,9 @@ class CallWork:
 
     def attempt(self, number: Attempt) -> Steps:
         """Make one attempt, and others in its place if agent or fork server were gone before anything ran."""
-        left = TRIES
-        while True:
-            left -= 1
-            try:
-                return (yield from self._try(number))
-            except ServerGoneError as error:
-                if self.options.start_method != "forkserver":  # then the server was this call's own
-                    raise
-                if not left:
-                    raise LaunchError(
-                        f"{error}; {TRIES - 1} others before it met the same end. Look for what kills them: the "
-                        f"kernel, for want of memory (dmesg), or a limit of this machine"
-                    ) from error
+        if self.options.start_method != "forkserver":  # then the server is this call's own
+            return self._try(number)
+        return tried(functools.partial(self._try, number))
 
     def _try(self, number: Attempt) -> Steps:
         """Return how one attempt ended. ServerGoneError: nothing has run, since agent or fork server were gone."""
@@ -173,6 +164,21 @@ class CallWork:
             return ended
         finally:
             handle.close()
+
+
+def tried(attempt: Callable[[], Steps]) -> Steps:
+    """Make an attempt, again while it has a ServerGoneError; LaunchError where one server after the other is gone."""
+    left = TRIES
+    while True:
+        left -= 1
+        try:
+            return (yield from attempt())
+        except ServerGoneError as error:
+            if not left:
+                raise LaunchError(
+                    f"{error}; {TRIES - 1} others before it met the same end. Look for what kills them: the kernel, "
+                    f"for want of memory (dmesg), or a limit of this machine"
+                ) from error
 
 
 def acquired(

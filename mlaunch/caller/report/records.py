@@ -5,9 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import field
+from typing import TYPE_CHECKING
 
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.text import in_bytes, in_seconds
+
+if TYPE_CHECKING:
+    from mlaunch.slow.wire import SlowRanks
 
 PHASES = ("import", "start", "rendezvous", "receive", "run", "send", "wait", "stop")
 
@@ -76,30 +80,6 @@ class Stopped:
     def __str__(self) -> str:
         at = time.strftime("%H:%M:%S", time.localtime(self.asked))
         return f"stopped at step {self.step}, as asked at {at} ({self.reason})"
-
-
-@frozen_record
-class SlowRanks:
-    """The others have waited for these ranks, as ``slow=`` asks to be told.
-
-    Attributes:
-        ranks: Global ranks.
-        last: In which share of the collectives they were last, from 0 to 1.
-        seconds: By which the others waited longer in each, on average.
-        share: Of the others' time, which that was, from 0 to 1.
-        since: Seconds of the epoch.
-        text: All of it, for people.
-    """
-
-    ranks: tuple[int, ...]
-    last: float
-    seconds: float
-    share: float
-    since: float
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
 
 
 @frozen_record

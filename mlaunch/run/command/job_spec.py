@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from mlaunch.base.linux import working_directory
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.cli.checks import UsageError
+from mlaunch.core import load
 from mlaunch.protocol.spec import Context, LaunchSpec, Nodes, Target
 from mlaunch.run.command.job import Job
 from mlaunch.run.wire import Script
@@ -25,6 +26,8 @@ def spec_of(
         UsageError: A feature that the flags ask for cannot.
     """
     try:
+        if job.nodes > 1:
+            load.room("machines", "caller", f"--nnodes {job.nodes}")  # else it would say world_size=
         planned = plan(job.options(size), machine, job.name, environ, attempt)
     except ModuleNotFoundError as error:  # of what several machines need
         raise UsageError(str(error)) from None

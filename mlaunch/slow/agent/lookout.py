@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 from mlaunch.base.text import in_seconds, name_some_ranks
 from mlaunch.core.parts import AgentPart
 from mlaunch.slow.agent.comparison import Comparison, Lateness, SlowVerdict
-from mlaunch.slow.wire import NAME, BeginToLook, FoundSlow, TellWaits, WaitsOfRank
+from mlaunch.slow.wire import NAME, BeginToLook, SlowRanks, TellWaits, WaitsOfRank
 
 if TYPE_CHECKING:
     from mlaunch.agent.scene import Scene
@@ -65,7 +65,7 @@ class SlowLookout(AgentPart):
             self._has_told = True
             late = self._comparison.lateness(verdict.ranks) or Lateness(0.0, 0.0, 0.0)
             text = self._text(verdict, late)
-            self._scene.say(FoundSlow(verdict.ranks, late.last, late.seconds, verdict.share, self._slow[1], text))
+            self._scene.say(SlowRanks(verdict.ranks, late.last, late.seconds, verdict.share, self._slow[1], text))
 
     def _text(self, verdict: SlowVerdict, late: Lateness) -> str:
         who, verb = name_some_ranks(verdict.ranks), "is" if len(verdict.ranks) == 1 else "are"

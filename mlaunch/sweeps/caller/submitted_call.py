@@ -16,7 +16,7 @@ from concurrent.futures import CancelledError
 
 from mlaunch.base.fds import in_forks
 from mlaunch.base.log import log
-from mlaunch.caller.launch.call import CallWork, flush_streams
+from mlaunch.caller.launch.call import CallWork, flush_streams, tried
 from mlaunch.caller.launch.handle import LaunchHandle
 from mlaunch.caller.launch.plan import Attempt
 from mlaunch.caller.launch.restarts import with_restarts
@@ -61,7 +61,7 @@ def attempt_here(options: Options, call: Call, name: str, number: Attempt, cours
     """Make one attempt on this machine."""
     course.starting = True
     if options.keep is not None:
-        return _on_kept_ranks(options, call, name, number, course)
+        return tried(functools.partial(_on_kept_ranks, options, call, name, number, course))
     work = CallWork(
         options, call, name,
         surroundings=course.surroundings,
