@@ -79,7 +79,7 @@ class StopRequest(AgentPart):
         self._looks: dict[int, int | None] = {}
         self._half_at = self._end_at = self._tell_at = _NEVER
         self._said = False
-        self._asked_by: int | None = None  # the process whose ``mlaunch stop`` it was
+        self._asked_by: int | None = None  # the process whose ``mlaunch stop`` is to know if nobody looks
 
     @property
     def looks_for_answers(self) -> bool:
@@ -94,7 +94,6 @@ class StopRequest(AgentPart):
         if call != self._scene.call:  # it is over, or ranks that stay have none
             return
         if isinstance(word, AskToStop):
-            self._asked_by = None
             self._ask(word.reason)
         elif isinstance(word, FreezeRanks):
             self._freeze_for_others(word.reason)
@@ -105,21 +104,19 @@ class StopRequest(AgentPart):
 
     def visited(self, pid: int) -> None:
         """Ask for the process that has run ``mlaunch stop``."""
-        self._asked_by = pid
         if not self._members.working():
             self._give_up(pid)
         else:
-            self._ask("asked")
+            self._ask("asked", None if self._expected else pid)
 
-    def _ask(self, reason: str) -> None:
+    def _ask(self, reason: str, by: int | None = None) -> None:
         """Ask the ranks; to ask again changes nothing."""
         if self._scene.machines_agree:
             if not self._has_asked:
-                self._has_asked = True
-                unsure = self._asked_by is not None and not self._expected
-                self._scene.tell_machines(AskAll(reason, self._grace / 2, unsure))
+                self._has_asked, self._asked_by = True, by
+                self._scene.tell_machines(AskAll(reason, self._grace / 2, by is not None))
         elif self._freeze is None and self._members.working():
-            self._agreed = AgreedStop(self._members, self._clock)
+            self._agreed = AgreedStop(self._members, self._clock, by)
             self._begin(self._agreed.freeze, reason)
             self._agreed.begin(self._grace / 2)
 
@@ -164,14 +161,11 @@ class StopRequest(AgentPart):
             self._tell()
 
     def _agree(self, agreed: AgreedStop) -> None:
-        if agreed.look is None and not self._expected and (agreed.freeze.complete or self._clock() >= agreed.due):
-            if not any(agreed.freeze.counts.values()) and self._asked_by is not None:
-                agreed.freeze.thaw()
-                self._give_up(self._asked_by)
-                return
-            self._expected = True
-        if agreed.take_steps() and agreed.look is not None:
-            self._scene.say(StopAgreed(self._members.reason, self._asked_at, agreed.look))
+        if agreed.take_steps():
+            if agreed.look is not None:
+                self._scene.say(StopAgreed(self._members.reason, self._asked_at, agreed.look))
+            elif agreed.asked_by is not None:
+                self._give_up(agreed.asked_by)
 
     def _give_up(self, asked_by: int) -> None:
         """End the launch, as no rank looks."""
@@ -212,10 +206,11 @@ part = StopRequest
 
 
 def why_not(look: int | None, looks: Mapping[int, int | None]) -> str:
-    """Says what is known of ranks that still work.
+    """Return what is known of ranks that still work, in words.
 
-    ``look``: where all were to stop; None: they have not agreed. ``looks``: how often each has asked
-    ``mlaunch.stopping()``; None: its control thread does not answer.
+    Args:
+        look: Where all were to stop; None: they have not agreed.
+        looks: How often each has asked ``mlaunch.stopping()``; None: its control thread does not answer.
     """
     silent = [rank for rank, count in looks.items() if count is None]
     counts = {rank: count for rank, count in looks.items() if count is not None}

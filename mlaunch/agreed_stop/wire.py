@@ -63,8 +63,9 @@ class AskToStop:
 class AskAll:
     """Asks the ranks of all machines to stop.
 
-    ``patience``: seconds after which machines that cannot answer are left out. ``unsure``: whether their ranks call
-    ``stopping()`` is not known, and if none has, it is told that.
+    Attributes:
+        patience: Seconds after which machines that cannot answer are left out.
+        unsure: True if nobody knows whether ranks call ``stopping()``. If none has, ``NobodyLooks`` is the answer.
     """
 
     reason: str
@@ -79,7 +80,7 @@ class NobodyLooks:
 
 @frozen_record
 class FreezeRanks:
-    """Lets the ranks' next looks wait, and asks how many there were. ``reason``: why they are to stop."""
+    """Makes the ranks' next looks wait, and asks how many there were. ``reason``: why they are to stop."""
 
     reason: str
 
@@ -94,7 +95,7 @@ class RanksFrozen:
 
 @frozen_record
 class ThawRanks:
-    """Lets them go on: a machine has not answered, and is asked again."""
+    """Tells them to go on: a machine has not answered, and is asked again."""
 
 
 @frozen_record
@@ -125,7 +126,7 @@ class StopOverdue:
 
 @frozen_record
 class FreezeLooks:
-    """Lets the rank's next look in this call (``mlaunch.stopping``) wait; asks how many there were."""
+    """Makes the rank's next look in this call (``mlaunch.stopping``) wait, and asks how many there were."""
 
     call: int
 
@@ -139,7 +140,7 @@ class TellLooks:
 
 @frozen_record
 class ThawLooks:
-    """Lets a look that waits go on: there is no decision."""
+    """Tells a look that waits to go on: there is no decision."""
 
     call: int
 
@@ -169,16 +170,16 @@ class Members(Protocol):
     """Those that have to agree, by number."""
 
     def working(self) -> Collection[int]:
-        """Returns those who have not ended."""
+        """Return those that have not ended."""
 
     def freeze(self, member: int) -> None:
-        """Lets its looks wait, and asks for its count."""
+        """Make its looks wait, and ask for its count."""
 
     def thaw(self, member: int) -> None:
-        """Lets it go on."""
+        """Tell it to go on."""
 
     def stop_at(self, member: int, look: int) -> None:
-        """Tells it where to stop, which lets it go on."""
+        """Tell it where to stop, so that it continues until then."""
 
 
 class Freeze:
@@ -193,16 +194,16 @@ class Freeze:
 
     @property
     def all_wait(self) -> bool:
-        """Whether all who work wait; also if nobody works any more."""
+        """True if all who work wait; also if nobody works any more."""
         return self._open and all(member in self.counts for member in self._members.working())
 
     @property
     def complete(self) -> bool:
-        """Whether all who work wait, and somebody does."""
+        """True if all who work wait, and somebody does."""
         return bool(self.counts) and self.all_wait
 
     def begin(self) -> None:
-        """Freezes all; who has not answered the last time still has that before it."""
+        """Freeze all. One that has not answered yet is not asked twice."""
         self._open = True
         for member in self._members.working():
             if member not in self._asked:
@@ -210,7 +211,7 @@ class Freeze:
                 self._members.freeze(member)
 
     def take(self, member: int, looks: int) -> None:
-        """Takes in a count. One that comes too late finds out what the others have come to."""
+        """Take a count. A member that answers too late is told what the others have come to."""
         self._asked.discard(member)
         if self.look is not None:
             self._members.stop_at(member, self.look)
@@ -220,24 +221,32 @@ class Freeze:
             self._members.thaw(member)
 
     def thaw(self) -> None:
-        """Lets all go on who wait."""
+        """Tell all who wait to go on."""
         frozen, self.counts, self._open = list(self.counts), {}, False
         for member in frozen:
             self._members.thaw(member)
 
     def stop_at(self, look: int) -> None:
-        """Tells all."""
+        """Tell all where to stop."""
         self.look = look
         for member in self._members.working():
             self._members.stop_at(member, look)
 
 
 class AgreedStop:
-    """Comes to the agreement. ``clock`` gives monotonic seconds."""
+    """How members come to agree: the same for ranks in their agent, and for machines in an engine's caller or the gate.
 
-    def __init__(self, members: Members, clock: Callable[[], float]) -> None:
+    Attributes:
+        asked_by: Who is to know if nobody calls ``stopping()``; None: the options say that ranks do.
+        unused: True if nobody does. The members go on then, and do not stop.
+    """
+
+    def __init__(self, members: Members, clock: Callable[[], float], asked_by: int | None = None) -> None:
         self._clock = clock
         self.freeze = Freeze(members)
+        self.asked_by = asked_by
+        self.unused = False
+        self._is_used = asked_by is None
         self._round_ends = self._next_at = self._without_at = float("inf")
 
     @property
@@ -247,11 +256,11 @@ class AgreedStop:
 
     @property
     def due(self) -> float:
-        """When the next step is due; infinity: never."""
+        """When the next step is due, on the clock; infinity: never."""
         return min(self._round_ends, self._next_at)
 
     def begin(self, patience: float) -> None:
-        """Begins. ``patience``: seconds after which those who cannot answer are left out."""
+        """Begin. ``patience``: seconds after which those who cannot answer are left out."""
         self._without_at = self._clock() + patience
         self._begin_round()
 
@@ -260,14 +269,26 @@ class AgreedStop:
         self.freeze.begin()
 
     def take_steps(self) -> bool:
-        """Takes the steps that are due; true once, when all have agreed."""
-        now = self._clock()
-        if self.freeze.complete or (now >= self._round_ends and now >= self._without_at and self.freeze.counts):
-            self._round_ends = self._next_at = float("inf")
+        """Take the steps that are due; True once: all have agreed, or nobody looks (``unused``)."""
+        now, counts = self._clock(), self.freeze.counts
+        if self.due == float("inf"):
+            return False
+        if not self._is_used and (self.freeze.complete or now >= self.due):
+            self._is_used = any(counts.values())
+            self.unused = not self._is_used
+        if self.unused:
+            self.freeze.thaw()
+        elif self.freeze.complete or (now >= self._round_ends and now >= self._without_at and counts):
             # Plus one: the rank with the highest count has that look behind it, and has gone on.
-            self.freeze.stop_at(max(self.freeze.counts.values()) + 1)
-            self.freeze.counts = {}
-            return True
+            self.freeze.stop_at(max(counts.values()) + 1)
+        else:
+            self._go_on(now)
+            return False
+        self._round_ends = self._next_at = float("inf")
+        return True
+
+    def _go_on(self, now: float) -> None:
+        """End a round in which not all have answered, and begin the next one after a pause."""
         if now >= self._round_ends:
             # Those that wait are at work again meanwhile: a rank that cannot answer costs the others half of the time
             # at most.
@@ -275,4 +296,3 @@ class AgreedStop:
             self._round_ends, self._next_at = float("inf"), now + PAUSE
         if now >= self._next_at:
             self._begin_round()
-        return False

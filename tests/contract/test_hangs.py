@@ -9,6 +9,8 @@ import signal
 import tempfile
 import threading
 from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -241,28 +243,33 @@ def test_the_rank_that_holds_up_the_others_is_named_on_two_machines(
     """Whose ranks 0 and 1 are on one, and rank 2 on the other."""
     function, own = case if case in {cross, be_slow} else hold_up, {"TMPDIR": str(tmp_path)}
     ours = launcher(function, 2, engine=Threads(), grace_period=0.2, env=own)
+    with ThreadPoolExecutor(1) as thread:
+        call = thread.submit(ours, case)
+        try:
+            wait_until_said(ours, call, CASES[case])
+        finally:
+            while not call.done():
+                for name in launches.ids_of(function.__qualname__):
+                    launches.ask("end", name)
+                futures.wait([call], 0.1)
+    with pytest.raises(LaunchError):
+        call.result()
 
-    def call() -> None:
-        with pytest.raises(LaunchError):
-            ours(case)
 
-    thread = threading.Thread(target=call)
-    thread.start()
+def wait_until_said(ours: Any, call: Future[Any], pattern: str) -> None:
+    """Wait until ``why()`` says it of each machine's part, too, as they are all here. Raise what has ended the call."""
     said: list[str] = []
 
     def is_said() -> bool:
-        said.append(ours.why())  # of each machine's part, too, as they are all here
-        return re.search(CASES[case], said[-1], re.MULTILINE) is not None
+        if call.done():
+            pytest.fail(f"the call is over before this was said: {call.result()}")
+        said.append(ours.why())
+        return re.search(pattern, said[-1], re.MULTILINE) is not None
 
     try:
         wait_until(is_said)
     except AssertionError:
-        pytest.fail(said[-1])
-    finally:
-        while thread.is_alive():
-            for name in launches.ids_of(function.__qualname__):
-                launches.ask("end", name)
-            thread.join(0.1)
+        pytest.fail(f"why() said at last: {said[-1]!r}")
 
 
 @pytest.mark.slow
@@ -276,22 +283,14 @@ def test_ranks_of_two_machines(tmp_path: Path) -> None:
             (tmp_path / "go").read_text()
 
     ours = launcher(hold_up, 2, engine=Threads())
-    thread = threading.Thread(target=lambda: ours(read))
-    thread.start()
-    said = rf"{LATE}rank 1 is in read_text {AT}, handling an exception"
-    heard: list[str] = []
-
-    def is_said() -> bool:
-        heard.append(ours.why())  # of each machine's part, too, as they are all here
-        return re.search(said, heard[-1]) is not None
-
-    try:
-        wait_until(is_said)
-    except AssertionError:
-        pytest.fail(heard[-1])
-    finally:
-        (tmp_path / "go").write_text("x")
-        thread.join()
+    with ThreadPoolExecutor(1) as thread:
+        call = thread.submit(ours, read)
+        try:
+            wait_until_said(ours, call, rf"{LATE}rank 1 is in read_text {AT}, handling an exception")
+        finally:
+            if not call.done():
+                (tmp_path / "go").write_text("x")
+    call.result()
 
 
 @pytest.mark.parametrize("kind", ["shape", "dtype"])

@@ -23,50 +23,44 @@ class GateStop:
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._agreed: AgreedStop | None = None
         self._reason = ""
-        self._unsure: int | None = None  # the machine that wants to know whether nobody looks
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, machine: int, writer: asyncio.StreamWriter) -> None:
-        """Takes a machine in as the launch begins. ``writer``: to it."""
+        """Add a machine as the launch begins. ``writer``: to it."""
         self._writers[machine] = writer
 
     def remove(self, machine: int) -> None:
-        """Takes in that a machine's ranks are gone, or that it is lost."""
+        """Leave a machine out: its ranks are gone, or it is lost."""
         if self._writers.pop(machine, None) is not None:
             self.take_steps()
 
     def hear(self, machine: int, record: Mapping[str, object]) -> None:
-        """Takes in what a machine says of a stop, as far as that makes sense."""
+        """Take what a machine says of a stop, as far as that makes sense."""
         reason, patience, looks = record.get("stop"), record.get("patience"), record.get("frozen")
         sensible = isinstance(reason, str) and reason.isprintable() and 0 < len(reason) <= _REASON
         if isinstance(patience, bool) or not isinstance(patience, int | float) or not 0 <= patience <= _PATIENCE:
             patience = None
         if sensible and patience is not None and self._agreed is None:
-            self._reason, self._unsure = str(reason), machine if record.get("unsure") is True else None
-            self._agreed = AgreedStop(self, asyncio.get_running_loop().time)
+            self._reason, clock = str(reason), asyncio.get_running_loop().time
+            self._agreed = AgreedStop(self, clock, machine if record.get("unsure") is True else None)
             self._agreed.begin(float(patience))
         elif self._agreed is not None and is_look(looks):
             self._agreed.freeze.take(machine, looks)
         self.take_steps()
 
     def take_steps(self) -> None:
-        """Takes the steps that are due."""
+        """Take the steps that are due."""
         if self._timer is not None:
             self._timer.cancel()
-        self._timer, agreed, loop = None, self._agreed, asyncio.get_running_loop()
-        if agreed is None or agreed.look is not None:
+        self._timer, agreed = None, self._agreed
+        if agreed is None:
             return
-        if self._unsure is not None and (agreed.freeze.complete or loop.time() >= agreed.due):
-            asked_by, self._unsure = self._unsure, None
-            # Ranks that never look would be waited for in vain; whoever asked hears it instead, and may end them.
-            if not any(agreed.freeze.counts.values()):
-                agreed.freeze.thaw()
-                self._agreed = None
-                self._post(asked_by, {"unused": 1})
-                return
         agreed.take_steps()
-        if agreed.due < float("inf"):
-            self._timer = loop.call_at(agreed.due, self.take_steps)
+        if agreed.unused and agreed.asked_by is not None:
+            self._agreed = None
+            self._post(agreed.asked_by, {"unused": 1})
+        elif agreed.due < float("inf"):
+            self._timer = asyncio.get_running_loop().call_at(agreed.due, self.take_steps)
 
     # Those who agree
 

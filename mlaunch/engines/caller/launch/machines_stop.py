@@ -30,10 +30,10 @@ _REASON = 100  # bytes
 
 
 class MachinesStop:
-    """``there``: the machines that have not ended, by descriptor; ``tell``: passes a record to the launch's handle.
+    """Each machine's agent freezes its own ranks, and reminds and ends them if they do not stop.
 
-    Each machine's agent freezes its own ranks, and reminds and ends them if they do not stop. ``lookout``: hears those
-    who ask by ``mlaunch stop``.
+    ``there``: the machines that have not ended, by descriptor; ``tell``: passes a record to the launch's handle;
+    ``lookout``: hears those who ask by ``mlaunch stop``.
     """
 
     def __init__(self, there: Mapping[int, Machine], tell: Callable[[AgentSays], None], lookout: Lookout) -> None:
@@ -43,36 +43,37 @@ class MachinesStop:
         self._terms = terms_of(lookout.launch.sections)
         self._agreed: AgreedStop | None = None
         self._call, self._reason, self._asked = 0, "", 0.0
-        self._asked_by: int | None = None
-        self._unused_by: int | None = None  # the process whose mlaunch stop nobody will hear of
 
     def begin_call(self, call: int) -> None:
-        """Begins a call on ranks that stay."""
-        self._call, self._agreed, self._asked_by = call, None, None
+        """Begin a call on ranks that stay."""
+        self._call, self._agreed = call, None
 
     def end_call(self) -> None:
-        """Tells those who asked for its stop that it is over."""
+        """Tell those who asked for its stop that it is over."""
         self._lookout.end_request()
         self._agreed = None
 
     def ask(self, reason: str, call: int, by: int | None = None) -> None:
-        """Begins to agree; to ask again changes nothing. ``by``: the process that asks by ``mlaunch stop``, where the
-        options do not say that ranks will hear of it."""
+        """Begin to agree; to ask again changes nothing. ``by``: see ``AgreedStop.asked_by``."""
         if self._agreed is None and call == self._call:
-            self._reason, self._asked, self._asked_by = reason, time.time(), by
-            self._agreed = AgreedStop(self, time.monotonic)
+            self._reason, self._asked = reason, time.time()
+            self._agreed = AgreedStop(self, time.monotonic, by)
             self._agreed.begin(self._terms.grace / 2)
 
     def serve(self) -> int | None:
-        """Takes in who asks by ``mlaunch stop``, and the steps that are due.
+        """Take requests by ``mlaunch stop``, and the steps that are due.
 
         Returns:
-            The process that wants the launch to end at once, or of whose wish nobody would hear; None: there is none.
+            The process that wants the launch to end at once, or whose request no rank would notice; None: there is
+            none.
         """
         if (asked_by := self._lookout.take_request()) is not None:
             self.ask("asked", self._call, None if self._terms.expected else asked_by)
-        self.take_steps()
-        return self._unused_by if self._lookout.stopped_by is None else self._lookout.stopped_by
+        agreed = self._agreed
+        if agreed is not None and agreed.take_steps() and agreed.look is not None:
+            self._tell(PartSays(NAME, StopAgreed(self._reason, self._asked, agreed.look)))
+        unused_by = agreed.asked_by if agreed is not None and agreed.unused else None
+        return unused_by if self._lookout.stopped_by is None else self._lookout.stopped_by
 
     def take(self, machine: Machine, news: object) -> bool:
         """Take in that a machine's ranks wait, or that a signal has come there which asks all ranks to stop.
@@ -91,16 +92,6 @@ class MachinesStop:
     @property
     def due(self) -> float:
         return float("inf") if self._agreed is None else self._agreed.due
-
-    def take_steps(self) -> None:
-        """Takes the steps that are due."""
-        if self._agreed is None or self._agreed.look is not None:
-            return
-        freeze = self._agreed.freeze
-        if self._asked_by is not None and (freeze.complete or time.monotonic() >= self.due):
-            self._unused_by, self._asked_by = None if any(freeze.counts.values()) else self._asked_by, None
-        if self._agreed.take_steps() and self._agreed.look is not None:
-            self._tell(PartSays(NAME, StopAgreed(self._reason, self._asked, self._agreed.look)))
 
     # Those who agree
 
