@@ -86,6 +86,9 @@ def _read(cls: type) -> _Shape:
 
 def _init(self: Any, /, *given: Any, **named: Any) -> None:
     shape = _shapes.get(type(self)) or _shape_of(type(self))
+    if not named and len(given) == len(shape.by_position) == shape.filled and not shape.completes:  # most
+        self.__dict__.update(zip(shape.by_position, given))  # noqa: B905 - they are as many
+        return
     if len(given) > len(shape.by_position) or not named.keys() <= shape.by_name[len(given)]:
         raise _refusal(type(self), given, named)
     # Written past __setattr__, which refuses, as dataclasses does by object.__setattr__.

@@ -108,11 +108,15 @@ def aside(fd: int) -> int:
 
 def identity(fd: int) -> tuple[int, int] | None:
     """Returns what a descriptor stands for; None if it is closed."""
-    return identities([fd])[fd]
+    try:
+        status = os.fstat(fd)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def identities(fds: Iterable[int]) -> dict[int, tuple[int, int] | None]:
-    """Returns the same of several; written out, since each answer of a rank asks for it."""
+    """Returns the same of several."""
     found: dict[int, tuple[int, int] | None] = {}
     for fd in fds:
         try:

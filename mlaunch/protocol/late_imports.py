@@ -44,6 +44,7 @@ class _Own:
     """``before``: the number of modules that this process has from its fork server, or has noted."""
 
     before = 0
+    looked = 0  # how many modules there were as this process looked last
     told = -1  # an eventfd
 
 
@@ -88,6 +89,9 @@ def note_begun(name: str, path: str, *, leads: bool) -> bool:
 
 def note(*, leads: bool) -> None:
     """Notes what this process has imported; of Python's own modules only if it ``leads``, for all ranks."""
+    if len(sys.modules) == _own.looked:  # as after most calls on ranks that stay
+        return
+    _own.looked = len(sys.modules)
     for index, name in enumerate(NAMES):
         if name in sys.modules:
             _noted[index] = 1

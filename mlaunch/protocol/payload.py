@@ -46,8 +46,10 @@ class Payload:
     originals: tuple[object, ...] = field(default=(), repr=False, compare=False, kw_only=True)
     _kept: KeptFd | None = field(init=False, compare=False, repr=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_kept", KeptFd(self.memfd) if self.memfd >= 0 else None)
+    def __init__(self, data: bytes = b"", memfd: int = -1, *, originals: tuple[object, ...] = ()) -> None:
+        # By hand, since each call and value is one.
+        kept = KeptFd(memfd) if memfd >= 0 else None
+        self.__dict__.update(data=data, memfd=memfd, originals=originals, _kept=kept)
 
     @property
     def size(self) -> int:

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.messages.kept_messages import DirectAnswer
-from mlaunch.protocol.messages.launch_messages import Answer, AnswerKind
+from mlaunch.protocol.messages.launch_messages import Answer
 
 R = TypeVar("R")
 
@@ -122,21 +122,25 @@ class Results:
         return [self.queue.writer_fileno(), *launchers]
 
     def answer(self, answer: Answer, *, direct: bool) -> None:
-        """Sends an answer; to a ``direct`` call a small value goes to the launcher.
+        """Sends the agent an answer; ``direct``: to a call that its launcher has sent."""
+        if direct and self.to_launcher is not None:
+            self.board.note_done(answer.local_rank, answer.number)
+        self.queue.put(answer)
+        if direct and self.to_launcher is not None:
+            self._wake_launcher(answer.number)
 
-        That is woken once, when all are there: by the last rank, however this one answers.
-        """
-        rank, number = answer.local_rank, answer.number
-        if not direct or self.to_launcher is None:
-            self.queue.put(answer)
-            return
-        self.board.note_done(rank, number)
-        if answer.kind is AnswerKind.VALUE and answer.data:
+    def answer_launcher(self, answer: DirectAnswer) -> None:
+        """Sends the launcher a small value, for a call that it has sent."""
+        if self.to_launcher is not None:
+            rank, number, _, _ = answer
+            self.board.note_done(rank, number)
             # Before it is sent: the agent, which sleeps meanwhile, must never find an answer given that is not noted.
             self.board.note_answer(rank, number)
-            self.to_launcher.put((rank, number, answer.stale, answer.data))
-        else:
-            self.queue.put(answer)
+            self.to_launcher.put(answer)
+            self._wake_launcher(number)
+
+    def _wake_launcher(self, number: int) -> None:
+        """Wakes it once, when all are there: the last rank does, however it answers."""
         if self.board.all_done(number):
             os.eventfd_write(self._all_there, 1)
 

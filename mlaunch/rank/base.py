@@ -200,8 +200,11 @@ class Rank:
         data = payload.answer(content, self._memfd, most=ANSWER_LIMIT, to_caller=kind is AnswerKind.VALUE)
         self._check_descriptors()
         self._seal()
-        answer = Answer(self._args.local_rank, task.number, kind, consequence, self._stale(), data)
-        self._args.results.answer(answer, direct=task.from_launcher)
+        results, rank, stale = self._args.results, self._args.local_rank, self._stale()
+        if task.from_launcher and data and kind is AnswerKind.VALUE:
+            results.answer_launcher((rank, task.number, stale, data))
+        else:
+            results.answer(Answer(rank, task.number, kind, consequence, stale, data), direct=task.from_launcher)
 
     def _memfd(self) -> int:
         """Returns where to write what is too large for the queue."""

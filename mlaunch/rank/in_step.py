@@ -22,7 +22,7 @@ from mlaunch.base.frames import RUNPY, is_bottom
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol.messages.launch_messages import ANY, Frames, GroupNumbers, Operations, RankWait
 from mlaunch.torch_parts import process_groups
-from mlaunch.torch_parts.operations import Begun, begun_messages, meeting, numbers_of, open_now
+from mlaunch.torch_parts.operations import AllNumbers, Begun, begun_messages, meeting, numbers_of, open_now
 
 if TYPE_CHECKING:
     import torch
@@ -53,14 +53,14 @@ class _Present:
 
 
 _present = _Present()
+_all_numbers = AllNumbers()
 
 
 def begin_call(call: int) -> None:
     """Notes where this rank stands as a call begins."""
-    numbers = {
-        part: number for name, group in process_groups.by_name().items() for part, number, _ in numbers_of(name, group)
-    }
-    _present.beginning = _Beginning(call, {**numbers, GROUPS: process_groups.made()}, begun_messages())
+    numbers = _all_numbers.read()
+    numbers[GROUPS] = process_groups.made()
+    _present.beginning = _Beginning(call, numbers, begun_messages())
 
 
 def since_the_call(call: int | None = None) -> Numbers:

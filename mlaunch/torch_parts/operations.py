@@ -83,6 +83,7 @@ _awaits: dict[int, Any] = {}  # by thread, the work for whose end it waits
 _works: dict[int, tuple[weakref.ref[Any], Begun]] = {}  # by id
 _messages = 0
 _most = _FEW
+_NOTHING_BEGUN = Tally()
 is_watched = False
 
 
@@ -294,17 +295,71 @@ def numbers_of(name: str, group: Any) -> Iterator[tuple[str, int | None, Tally]]
 
     The number is None where the backend counts nothing: what C++ has begun is not known there.
     """
+    for part, backend, device, counts_messages in _parts_of(name, group):
+        numbers = _tally_of(group, device) or Tally()
+        yield part, _number(backend, numbers, counts_messages=counts_messages), numbers
+
+
+# Its name, its backend, one of its devices, and whether the backend counts messages.
+_Part = tuple[str, Any, str, bool]
+
+
+def _parts_of(name: str, group: Any) -> list[_Part]:
+    return [
+        (f"{name} {'cpu' if 'cpu' in devices else devices[0]}", one, devices[0], process_groups.counts_messages(one))
+        for one, devices in process_groups.backends(group)
+    ]
+
+
+def _tally_of(group: Any, device: str) -> Tally | None:
     held = _groups.get(id(group))
-    of_group = held if held is not None and held.known() is group else None
-    for backend, devices in process_groups.backends(group):
-        device = "cpu" if "cpu" in devices else devices[0]
-        numbers = Tally() if of_group is None else of_group.by_device.get(devices[0], of_group.numbers)
-        number, counts_messages = process_groups.number_of(backend), process_groups.counts_messages(backend)
-        if numbers.held is not None:
-            number = numbers.held
-        elif number is not None:
-            number -= numbers.skipped + (numbers.messages if counts_messages else 0)
-        yield f"{name} {device}", number, numbers
+    if held is None or held.known() is not group:
+        return None
+    return held.by_device.get(device, held.numbers)
+
+
+def _number(backend: Any, numbers: Tally, *, counts_messages: bool) -> int | None:
+    if numbers.held is not None:
+        return numbers.held
+    number = process_groups.number_of(backend)
+    return None if number is None else number - numbers.skipped - (numbers.messages if counts_messages else 0)
+
+
+class AllNumbers:
+    """The numbers of all groups, as ``numbers_of`` has them, by part.
+
+    Every call on ranks that stay begins with them. To ask torch for groups and backends takes longer than all else
+    that a rank does for a short call, so they are asked for again only when there are others.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[Any, list[_Part]]] = []  # with the group, weakly
+
+    def read(self) -> dict[str, int | None]:
+        """Return them."""
+        groups, parts = process_groups.in_order(), self._parts
+        if [group() for group, _ in parts] != groups:
+            parts = self._look_up(groups)
+        found: dict[str, int | None] = {}
+        for group, of_group in parts:
+            for part, backend, device, counts_messages in of_group:
+                numbers = _tally_of(group(), device) or _NOTHING_BEGUN
+                found[part] = _number(backend, numbers, counts_messages=counts_messages)
+        return found
+
+    def _look_up(self, groups: list[Any]) -> list[tuple[Any, list[_Part]]]:
+        names = {id(group): name for name, group in process_groups.by_name().items()}
+        parts = [
+            (weakref.ref(group, self._forget), _parts_of(names[id(group)], group))
+            for group in groups
+            if id(group) in names
+        ]
+        self._parts = parts if len(parts) == len(groups) else []  # else another thread is about to make one
+        return parts
+
+    def _forget(self, _gone: object) -> None:
+        """Let go of the backends, which a group that was destroyed must not leave behind."""
+        self._parts = []
 
 
 def meeting(frame: FrameType | None) -> tuple[str, tuple[int, ...], str] | None:

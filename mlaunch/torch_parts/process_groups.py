@@ -63,6 +63,12 @@ def by_name() -> dict[str, dist.ProcessGroup]:
     return {names[group]: group for group in list(world.pg_map) if group in names and group in ranks}
 
 
+def in_order() -> list[Any]:
+    """Return the groups that torch knows, also of one that another thread is about to make."""
+    world = _world()
+    return everyone() if world is None else list(world.pg_map)
+
+
 def everyone() -> list[Any]:
     """Return all groups of this process."""
     return list(by_name().values())
