@@ -1,4 +1,4 @@
-"""Trains; saves and returns when it is told to stop (kill -TERM, mlaunch stop); goes on from there when called again.
+"""Train, and save a checkpoint when asked to stop (kill -TERM, mlaunch stop). Called again, continue from there.
 
 It ends with the same weights as a run that nobody stopped.
 """
@@ -17,10 +17,10 @@ import mlaunch
 
 
 def save(folder, step, model, optimizer):
-    """Writes, then renames: what has its name is complete. Collective."""
+    """Write, then rename: a folder with this name is complete. Collective: call it on all ranks."""
     part = folder / "part"
     if dist.get_rank() == 0:
-        shutil.rmtree(part, ignore_errors=True)  # of a run that was killed as it wrote
+        shutil.rmtree(part, ignore_errors=True)  # left by a run that was killed while it wrote
     dist.barrier()
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=part)
@@ -30,7 +30,7 @@ def save(folder, step, model, optimizer):
 
 
 def resume(folder, model, optimizer):
-    """Loads the latest checkpoint; returns the step that comes next. Collective."""
+    """Load the latest checkpoint, and return the next step. Collective."""
     complete = sorted(folder.glob("step-*"))
     if not complete:
         return 1
@@ -42,7 +42,7 @@ def resume(folder, model, optimizer):
 
 
 def batch(step):
-    """Returns the data of a step, the same whenever it is asked for."""
+    """Return the data of a step, the same in every run."""
     data = torch.Generator().manual_seed(1000 * step + dist.get_rank())
     x = torch.randn(32, 4, generator=data)
     return x, x.sum(dim=1, keepdim=True)
@@ -50,7 +50,7 @@ def batch(step):
 
 @mlaunch.launcher(n_gpus=2, device_type="cpu", seed=0, stop_on="TERM,USR1", stop_grace=60)
 def train(folder, steps, batch=batch):
-    """Returns the last step that was trained, and the weights."""
+    """Return the last step that was trained, and the weights."""
     model = DistributedDataParallel(torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     for step in range(resume(folder, model, optimizer), steps + 1):
@@ -68,6 +68,6 @@ if __name__ == "__main__":
     folder, steps = Path(sys.argv[1] if sys.argv[1:] else "checkpoints"), 300
     folder.mkdir(exist_ok=True)
     if (folder / f"step-{steps:06}").exists():
-        sys.exit(f"{folder} has all {steps} steps; remove it to begin anew")
+        sys.exit(f"{folder} has all {steps} steps; remove it to start again")
     (step, weights), _ = train(folder, steps)
     print(f"{train.last.stopped or 'trained all steps'}; step {step} of {steps} is in {folder}")

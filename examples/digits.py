@@ -1,6 +1,6 @@
 """Data-parallel training of a small network on scikit-learn's handwritten digits.
 
-Runs one rank per GPU, or two on the CPU; prints the accuracy that each rank measured on the held-out digits.
+Run one rank per GPU, or two on the CPU, and print the accuracy that each rank measured on the held-out digits.
 """
 
 import torch
@@ -26,7 +26,7 @@ def load() -> tuple[TensorDataset, TensorDataset]:
 
 @launcher(n_gpus=None if torch.accelerator.is_available() else 2)
 def train(data: TensorDataset, held_out: TensorDataset, epochs: int, lr: float, width: int = 128) -> float:
-    """Returns the accuracy on the held-out digits, as this rank measures it."""
+    """Return the accuracy on the held-out digits, as this rank measures it."""
     torch.manual_seed(0)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     network = torch.nn.Sequential(torch.nn.Linear(64, width), torch.nn.ReLU(), torch.nn.Linear(width, 10)).to(device)

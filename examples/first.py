@@ -1,4 +1,4 @@
-"""Two ranks add up what each has, on GPUs or on CPUs."""
+"""Two ranks add up their numbers, on GPUs or on CPUs."""
 
 import torch
 import torch.distributed as dist

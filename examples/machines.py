@@ -1,4 +1,4 @@
-"""One launch over several machines. On each, with the address of the first and the number of this one from 0:
+"""One launch over several machines. Run on each, with the first machine's address and this machine's number, from 0:
 
 python examples/machines.py 10.0.0.1 0
 python examples/machines.py 10.0.0.1 1

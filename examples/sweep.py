@@ -1,7 +1,7 @@
-"""A sweep of examples/digits.py over learning rates and widths; prints its table, and the best of it.
+"""Sweep examples/digits.py over learning rates and widths; print a table and the best trial.
 
-As many trainings run at a time as there are devices for: one per GPU, or two ranks each on the CPU. With the name of a
-file, ``python examples/sweep.py sweep.jsonl``, it goes on where it was ended.
+As many trials run at a time as there are devices for: one per GPU, or two ranks each on the CPU. With the name of a
+file, ``python examples/sweep.py sweep.jsonl``, it continues where it was ended.
 """
 
 import sys

@@ -13,7 +13,7 @@ from mlaunch.caller.running_launches import ID_SHOWN, ask, title_of
 from mlaunch.protocol import registry
 from mlaunch.protocol.visitors import STATUS
 
-CALLER = "only launches that this process has called, or one that it has started"
+CALLER = "only launches that this process made, or a process that it started"
 
 
 def add_choice(command: argparse.ArgumentParser, default: str) -> None:

@@ -45,7 +45,8 @@ def add_command(commands: Commands) -> None:
     doctor = commands.add_parser(
         "doctor",
         help="look for what would go wrong on this machine",
-        description="Show what this machine offers, and start two ranks. Exit status: 1 if there is a problem.",
+        description="Show what this machine offers and what would go wrong, and start two ranks. "
+        "Exit status: 1 if there is a problem.",
     )
     form = doctor.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="one JSON list")

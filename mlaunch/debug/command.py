@@ -26,7 +26,7 @@ ranks continue; q ends the launch. Without an ID, the only launch is taken, or s
 def add_command(commands: Commands) -> None:
     debug = commands.add_parser("debug", help="open a debugger's prompt in running ranks", description=_WHAT)
     debug.add_argument(
-        "id", nargs="?", default="", metavar="ID", help="as ps shows it, or its start (default: the one)"
+        "id", nargs="?", default="", metavar="ID", help="as ps shows it, or its start (default: the only one)"
     )
     debug.add_argument(
         "ranks", nargs="?", type=_ranks, metavar="RANK", help="such as 1, or 0,2 (default: all that are here)"

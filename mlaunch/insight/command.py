@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 GROUP = "failure and end"
 _NEVER = "none"
-_ALL_THREADS = "every thread of every rank, not grouped; a rank whose other threads run Python meanwhile may die of it"
+_ALL_THREADS = "every thread of every rank, not grouped; a rank may crash if its other threads run Python meanwhile"
 _WHY = """\
 Say in one sentence which rank the others wait for, and what it does instead, then where each rank is. The ranks
 continue meanwhile.

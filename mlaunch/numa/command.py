@@ -25,7 +25,11 @@ def add(flags: Any, group: Any) -> None:
     """Add the flags to a group of the parser's."""
     flags.flag(group, "--numa-binding", metavar="MODE", help="bind each rank to CPUs near its device: node, socket, "
                "exclusive or core-complex; or CPUs by local rank, '0-7;8-15'")  # fmt: skip
-    group.add_argument("--numa-memory", metavar="HOW", help="take its memory from there: preferred or bind")
+    group.add_argument(
+        "--numa-memory",
+        metavar="HOW",
+        help="take the memory of each rank from the nodes of its CPUs: preferred or bind",
+    )
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:

@@ -14,35 +14,28 @@ from tests.conftest import ROOT
 
 # How often each is still there. Lower a number when you have lowered it; it never goes up.
 LEFT_IN_PAGES: dict[str, int] = {
-    "anew": 11,
-    "whoever": 9,
-    "is told": 20,
-    "are told": 7,
-    "stands": 9,
-    "some 30": 2,
-    "all the same": 3,
+    "anew": 8,
+    "whoever": 5,
+    "is told": 15,
+    "are told": 6,
+    "stands": 7,
     "in vain": 1,
-    "goes on": 10,
-    "what is kept": 1,
-    "for want of": 4,
+    "goes on": 5,
+    "for want of": 2,
     "user alone": 5,
-    "caller alone": 1,
-    "mend": 4,
-    "mended": 3,
-    "of theirs": 4,
+    "mend": 1,
+    "mended": 2,
+    "of theirs": 2,
     "over there": 1,
-    "by then": 5,
-    "hears": 12,
-    "lets": 4,
-    "dearest": 1,
+    "hears": 5,
+    "lets": 2,
     "of use": 3,
     "is typed": 1,
-    "travels": 5,
-    "fresh ranks": 7,
-    "where there is no": 1,
-    "tidy up": 2,
-    "of ours": 6,
-    "besides": 3,
+    "travels": 4,
+    "fresh ranks": 5,
+    "tidy up": 1,
+    "of ours": 3,
+    "besides": 1,
 }
 LEFT_IN_CODE: dict[str, int] = {
     "tells whether": 129,
@@ -104,6 +97,8 @@ def pages() -> Iterator[tuple[str, str]]:
     names = ["README.rst", "CONTRIBUTING.rst", "SECURITY.rst", *(ROOT / "docs").rglob("*.rst")]
     for path in (ROOT / name for name in names):
         yield str(path.relative_to(ROOT)), prose_of(path.read_text(encoding="utf-8"))
+    for path in (*(ROOT / "examples").glob("*.py"), *(ROOT / "docs").rglob("listings/**/*.py")):
+        yield str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")
     latest = (ROOT / "CHANGELOG.rst").read_text(encoding="utf-8")
     yield "CHANGELOG.rst", prose_of("\n- ".join(re.split(r"\n\S.*\n-{5,}\n", latest)[:2]))
 

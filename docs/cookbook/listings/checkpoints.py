@@ -15,7 +15,7 @@ def save(folder, epoch, model, optimizer):
     state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
     part = folder / "part"
     torch.save(state, part)
-    os.replace(part, folder / f"epoch_{epoch:04}.pt")  # what has such a name is complete
+    os.replace(part, folder / f"epoch_{epoch:04}.pt")  # a file with such a name is complete
 
 
 def resume(folder, model, optimizer):

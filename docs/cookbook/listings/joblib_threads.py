@@ -1,4 +1,4 @@
-"""Trains with several rates by joblib's threads, each of which waits for devices of its own."""
+"""Trains with several rates by joblib's threads, each of which waits for its own devices."""
 
 from joblib import Parallel, delayed
 

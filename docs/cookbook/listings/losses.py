@@ -19,5 +19,5 @@ def train(epochs):
     return losses
 
 
-losses, _ = train(3)  # of rank 0; rank 1 has the same, since they are means
+losses, _ = train(3)  # rank 0's list; rank 1 has the same, because these are means
 print([round(loss, 3) for loss in losses])

@@ -1,4 +1,4 @@
-"""Two ranks, each on cores of its own near its device; without devices they share what there is."""
+"""Two ranks, each on its own cores near its device; without devices they divide the cores."""
 
 import os
 

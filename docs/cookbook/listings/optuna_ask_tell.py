@@ -25,7 +25,7 @@ def train(lr):
 
 
 def judge(trial, run, reported):
-    """Is called in the caller with what the ranks report."""
+    """Decide in your process, by what the ranks report."""
     if reported.rank == 0 and not run.done():
         trial.report(reported["loss"], reported.step)
         if trial.should_prune():

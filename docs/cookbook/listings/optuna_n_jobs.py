@@ -1,4 +1,4 @@
-"""Looks for a learning rate with several threads of Optuna's, each of which waits for devices of its own."""
+"""Looks for a learning rate with several threads of Optuna, each of which waits for its own devices."""
 
 import optuna
 

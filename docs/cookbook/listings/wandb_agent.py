@@ -1,4 +1,4 @@
-"""An agent of a sweep of Weights & Biases: start as many as you like, each waits for devices of its own."""
+"""An agent of a sweep of Weights & Biases: start as many as you like; each waits for its own devices."""
 
 import sys
 

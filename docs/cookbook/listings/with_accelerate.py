@@ -1,4 +1,4 @@
-"""Accelerate finds the process group that is there."""
+"""Accelerate finds the process group that mlaunch has made."""
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset

@@ -1,4 +1,4 @@
-"""Trains by a configuration of Hydra's, on two ranks; -m runs several configurations, one after the other."""
+"""Trains on two ranks with a configuration of Hydra; -m runs several configurations, one after the other."""
 
 import hydra
 import torch.distributed as dist

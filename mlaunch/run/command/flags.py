@@ -40,10 +40,16 @@ examples:
 
 Every flag of torchrun's may also be given as PET_NAME in the environment (PET_NPROC_PER_NODE=4), and with underscores.
 
-exit status: 0 if every rank ended with 0; else that of the first rank that failed: its exit code, 128+N if signal N
-ended it, 1 if it raised, 52 for want of memory; 75 if it stopped as asked to; 93 if a restart does not mend it; 124 if
-its time was over; 128+N if signal N ended this command (Ctrl-C: 130), 143 also for mlaunch stop; 1 if the ranks could
-not be started; 2 for a wrong command line
+exit status, of the first rank that failed:
+  0      every rank ended with 0
+  1      a rank raised an error, or the ranks could not be started
+  2      the command line is wrong
+  52     memory ran out
+  75     the run stopped as it was asked to: start it again, and it continues
+  93     it failed twice in the same way: do not start it again unchanged
+  124    its time was over
+  128+N  signal N ended a rank or this command (Ctrl-C: 130); 143 also for mlaunch stop
+  N      a rank ended with exit code N
 """
 
 
@@ -188,8 +194,8 @@ def _add_sizes(flags: Flags) -> None:
     flags.flag(group, "--node-rank", kind=int, metavar="N", help="which of them this is (default: 0)")
     group.add_argument("--engine", metavar="NAME", help="what starts ranks on --nnodes machines: slurm:partition=P, "
                        "ssh:HOST,HOST, ray:GPU=4, 'command:mpirun -N 1' (default: this machine)")  # fmt: skip
-    group.add_argument("--oversubscribe", action="store_true", help="allow more than 64 ranks where that is more than "
-                       "8 for each CPU")  # fmt: skip
+    group.add_argument("--oversubscribe", action="store_true", help="allow more than 64 ranks even if there are more "
+                       "than 8 for each CPU")  # fmt: skip
     group.add_argument("--devices", metavar="I,J", help="the devices that ranks see, by number (default: all)")
     _add_of_features(flags, group)
     flags.switch(group, "--virtual-local-rank", help="each rank sees only its own device, as device 0; LOCAL_RANK is 0")
@@ -203,11 +209,11 @@ def _add_of_features(flags: Flags, group: Any) -> None:
 
 def _add_meeting(flags: Flags) -> None:
     group = flags.add_argument_group("several machines")
-    flags.flag(group, "--master-addr", metavar="HOST", help="of the machine with rank 0 (default: 127.0.0.1)")
+    flags.flag(group, "--master-addr", metavar="HOST", help="address of the machine with rank 0 (default: 127.0.0.1)")
     flags.flag(
-        group, "--master-port", kind=int, metavar="PORT", help="there (default: 29500; a free one for one machine)"
+        group, "--master-port", kind=int, metavar="PORT", help="its port (default: 29500; on one machine, a free one)"
     )
-    flags.flag(group, "--rdzv-endpoint", default="", metavar="HOST:PORT", help="both in one")
+    flags.flag(group, "--rdzv-endpoint", default="", metavar="HOST:PORT", help="--master-addr and --master-port in one")
     flags.flag(group, "--rdzv-backend", default="static", metavar="NAME", help="static or c10d: with c10d the machine "
                "that has the endpoint's address is the first")  # fmt: skip
     flags.flag(group, "--rdzv-id", default="none", metavar="ID", help="becomes TORCHELASTIC_RUN_ID")
@@ -221,7 +227,7 @@ def _add_meeting(flags: Flags) -> None:
 def _add_what(flags: Flags) -> None:
     group = flags.add_argument_group("what is run")
     flags.switch(group, "-m", "--module", help="a module, as python -m does")
-    flags.switch(group, "--no-python", help="a program that is no Python script")
+    flags.switch(group, "--no-python", help="a program that is not a Python script")
     flags.switch(group, "--run-path", help="accepted, but has no effect")
     flags.flag(group, "--role", default="default", help="becomes ROLE_NAME (default: default)")
     group.add_argument("--preload", metavar="A,B", help="modules to import once, before the ranks are forked")
@@ -231,8 +237,12 @@ def _add_what(flags: Flags) -> None:
 def _add_output(flags: Flags) -> None:
     group = flags.add_argument_group("output")
     flags.flag(group, "--log-dir", metavar="DIR", help="where --redirects and --tee write (default: a new directory)")
-    flags.flag(group, "-r", "--redirects", default="0", metavar="STD", help=f"only into files: {STD_HELP}")
-    flags.flag(group, "-t", "--tee", default="0", metavar="STD", help="into files, and to the terminal with a prefix")
+    flags.flag(
+        group, "-r", "--redirects", default="0", metavar="STD", help=f"write to files, not to the terminal: {STD_HELP}"
+    )
+    flags.flag(
+        group, "-t", "--tee", default="0", metavar="STD", help="write to files, and to the terminal with a prefix"
+    )
     flags.flag(group, "--log-line-prefix-template", default="", metavar="TEMPLATE", help="the prefix, of "
                "${role_name}, ${rank}, ${local_rank}, ${hostname} (default: $TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE, or "
                "[${role_name}${local_rank}]:)")  # fmt: skip
@@ -251,7 +261,7 @@ def _add_ending(flags: Flags) -> None:
         help="start all ranks again after a failure (default: 0)",
     )
     group.add_argument("--max-preemptions", type=int, default=0, metavar="N", help="with --engine: start all ranks "
-                       "again when a scheduler has taken their machines for others (default: 0)")  # fmt: skip
+                       "again when a scheduler has taken their machines away (default: 0)")  # fmt: skip
     flags.flag(
         group,
         "--monitor-interval",
@@ -262,8 +272,8 @@ def _add_ending(flags: Flags) -> None:
     flags.flag(group, "--signals-to-handle", default=DEFAULT_SIGNALS, metavar="NAMES",
                help=f"signals to pass on before ending (default: {DEFAULT_SIGNALS})")  # fmt: skip
     flags.flag(group, "--shutdown-timeout", "--grace-period", kind=float, metavar="SECONDS",
-               help="from the request to end until SIGKILL (default: $TORCH_ELASTIC_SHUTDOWN_TIMEOUT, 30)")  # fmt: skip
+               help="how long ranks may take to end (default: $TORCH_ELASTIC_SHUTDOWN_TIMEOUT, 30)")  # fmt: skip
     _add_of_features(flags, group)
     group.add_argument("--error-file", "--error_file", metavar="FILE", help="if the run fails, write why for programs: "
                        "JSON, see docs/schema.json")  # fmt: skip
-    group.add_argument("--deadline", type=float, metavar="SECONDS", help="for the whole run (default: none)")
+    group.add_argument("--deadline", type=float, metavar="SECONDS", help="limit for the whole run (default: none)")
