@@ -25,8 +25,8 @@ from mlaunch.compat.caller.server import Server
 from mlaunch.machines.gate.membership import Join
 from mlaunch.machines.gate.store_process import GateConfig, StoreProcess
 from mlaunch.machines.link.link_process import LinkProcess
+from mlaunch.machines.wire.link_messages import Planned
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.machine_messages import Planned
 from mlaunch.protocol.spec import Rendezvous
 from mlaunch.rendezvous import event_loop, name_lookup
 from mlaunch.rendezvous.address import LOOPBACK, listen

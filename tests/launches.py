@@ -24,7 +24,7 @@ from mlaunch.caller import running_launches
 from mlaunch.caller.server.prepared_launch import preparation
 from mlaunch.caller.server.warm import warm_server
 from mlaunch.protocol import registry
-from mlaunch.protocol.messages.launch_messages import Phase
+from mlaunch.protocol.messages import Phase
 from mlaunch.protocol.report_ring import ENTRIES as REPORTS_KEPT
 from mlaunch.protocol.stack_dump import STACK_SIGNAL
 from mlaunch.rank.for_users import progress

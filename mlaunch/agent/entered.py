@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from mlaunch.agent.questions import Questions
-from mlaunch.protocol.messages.control_messages import TellEntered, TellPlace, TellTurns
-from mlaunch.protocol.messages.launch_messages import Operations
+from mlaunch.protocol.messages import Ask, Operations
 
 
 class EnteredRequests:
@@ -31,7 +30,7 @@ class EnteredRequests:
         self.told, self.turns, self.places, self._asked = {}, {}, {}, set()
         self.with_places = place
         for rank in self._questions.ranks():
-            self._asked.add(self._questions.ask(rank, TellEntered(), self.told.__setitem__))
-            self._asked.add(self._questions.ask(rank, TellTurns(), self.turns.__setitem__))
+            self._asked.add(self._questions.ask(rank, Ask.ENTERED, self.told.__setitem__))
+            self._asked.add(self._questions.ask(rank, Ask.TURNS, self.turns.__setitem__))
             if place:
-                self._asked.add(self._questions.ask(rank, TellPlace(), self.places.__setitem__))
+                self._asked.add(self._questions.ask(rank, Ask.PLACE, self.places.__setitem__))

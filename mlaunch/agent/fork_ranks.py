@@ -7,7 +7,6 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from mlaunch.agent import room
 from mlaunch.agent.rank_process import RankProcess
@@ -18,22 +17,21 @@ from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol import error_file
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.kept_messages import EndRanks
-from mlaunch.protocol.messages.launch_messages import Cancel, RankStarted
+from mlaunch.protocol.messages import (
+    AgentHears,
+    AgentsEnd,
+    Cancel,
+    ControlHears,
+    ControlSays,
+    EndRanks,
+    RankHears,
+    RankSays,
+    RankStarted,
+)
 from mlaunch.protocol.result_queue import Results
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.rank import main as rank_main
 from mlaunch.rank.base import RankArgs
-
-if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import (
-        AgentHears,
-        AgentsEnd,
-        ControlHears,
-        ControlSays,
-        RankHears,
-        RankSays,
-    )
 
 # The limit of open files is 1024 on many systems, and each rank has several of both sides until it is forked.
 _AT_ONCE = 16  # ranks whose descriptors are open at the same time

@@ -15,16 +15,13 @@ from mlaunch.agent.rank_process import RankProcess
 from mlaunch.agent.supervision.stack_requests import state_of
 from mlaunch.protocol import registry
 from mlaunch.protocol.board import Board
-from mlaunch.protocol.messages.launch_messages import Phase
-from mlaunch.protocol.messages.prepared_messages import Details, with_details
-from mlaunch.protocol.messages.status_messages import TellStatus
-from mlaunch.protocol.spec import LaunchSpec
+from mlaunch.protocol.messages import AgentHears, AgentsEnd, Phase, Question
+from mlaunch.protocol.spec import Details, LaunchSpec, with_details
 from mlaunch.protocol.stack_dump import STATES
 from mlaunch.protocol.visitors import STATUS, Reception, answer, tell_launcher
 
 if TYPE_CHECKING:
     from mlaunch.core.parts import TellLooker
-    from mlaunch.protocol.messages.channels import AgentHears, AgentsEnd
 
 _LISTEN_DELAY = 0.05  # seconds: nobody looks at a launch that is over by then, and it is spared the work
 
@@ -91,9 +88,9 @@ class Inspection:
 
     def obey(self, record: AgentHears | None, launcher: AgentsEnd) -> bool:
         """Tells the launcher what it asks for; False if the record is about something else."""
-        if isinstance(record, TellStatus):
-            self._answer(record.word, functools.partial(tell_launcher, launcher, record.number))
-        return isinstance(record, TellStatus)
+        if isinstance(record, Question) and isinstance(record.about, bytes):
+            self._answer(record.about, functools.partial(tell_launcher, launcher, record.number))
+        return isinstance(record, Question)
 
     def _answer(self, word: bytes, tell: TellLooker) -> None:
         if word == STATUS:

@@ -13,7 +13,7 @@ import signal
 import socket
 import time
 import traceback
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from mlaunch.agent import room
 from mlaunch.agent.fork_ranks import EarlyWatch, ForkContext, fork_ranks
@@ -35,17 +35,12 @@ from mlaunch.core import load
 from mlaunch.protocol import error_file, payload, temporary
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel
-from mlaunch.protocol.messages.attached import LaunchFds
-from mlaunch.protocol.messages.launch_messages import AgentFailed, Finished, NamesLeft, RanksStarting
-from mlaunch.protocol.messages.machine_messages import Refused
-from mlaunch.protocol.messages.server_messages import Free
+from mlaunch.protocol.messages import AgentFailed, AgentsEnd, Finished, NamesLeft, RanksStarting, Refused
 from mlaunch.protocol.result_queue import Results
+from mlaunch.protocol.server_messages import Free, LaunchFds, RestingAgentHears, RestingAgentSays
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.rendezvous import local_store
 from mlaunch.rendezvous.address import lacks_loopback, listen
-
-if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import AgentsEnd, RestingAgentHears, RestingAgentSays
 
 _NAMES = 100  # that are told of
 

@@ -10,7 +10,7 @@ from mlaunch.base.frozen_record import frozen_record
 if TYPE_CHECKING:
     from mlaunch.base.exceptions import RankFailure
     from mlaunch.machines.gate.store_process import StoreProcess
-    from mlaunch.protocol.messages.part_messages import ForPart, PartSays
+    from mlaunch.protocol.messages import ForPart, PartSays
     from mlaunch.protocol.spec import LaunchSpec
 
 

@@ -9,18 +9,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import secrets
-from typing import TYPE_CHECKING
 
 from mlaunch.agent.supervision.launch_state import Supervision
 from mlaunch.agent.supervision.supervisor import Supervisor
 from mlaunch.base import linux
 from mlaunch.base.fds import close_all
 from mlaunch.base.process_name import name_process
-from mlaunch.protocol.messages.prepared_messages import BeginCall, CallBegun
-from mlaunch.protocol.spec import LaunchSpec, new_launch_id
-
-if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import AgentHears
+from mlaunch.protocol.messages import AgentHears, CallBegun
+from mlaunch.protocol.spec import Details, LaunchSpec, new_launch_id
 
 WAIT_LIMIT = 60.0  # seconds without a call
 _LOOK_DELAY = 20.0  # seconds between looks at the memory
@@ -42,7 +38,7 @@ class PreparedSupervisor(Supervisor):
         self._look_at = self._clock()
 
     def _obey(self, record: AgentHears | None, fds: list[int]) -> bool:
-        if not isinstance(record, BeginCall):
+        if not isinstance(record, Details):
             return False
         if self._waits and not self._stopping.begun and self._all_ready():
             self.held = tuple(fds[1:])
@@ -57,16 +53,16 @@ class PreparedSupervisor(Supervisor):
         """Tells whether no rank has ended; nobody has looked for a while."""
         return len(self._ranks) == len(self._by_local_rank) and not linux.wait_readable(list(self._ranks), 0.0)
 
-    def _begin_prepared(self, record: BeginCall, call_fd: int) -> None:
+    def _begin_prepared(self, record: Details, call_fd: int) -> None:
         self._must_stay = self._waits = False
         # Before the call is passed on: a launch that ends without this word has run nothing, so its call is made
         # anew.
         self._launcher.try_send(CallBegun())
-        left = record.details.call.deadline if record.details.call.time_left is None else record.details.call.time_left
-        self.begin_call(call_fd, record.details.call.deadline, left, record.details)
-        name_process("agent", record.details.call.name)
+        left = record.call.deadline if record.call.time_left is None else record.call.time_left
+        self.begin_call(call_fd, record.call.deadline, left, record)
+        name_process("agent", record.call.name)
         if self._inspection is not None:
-            self._inspection.learn(record.details)
+            self._inspection.learn(record)
 
     def _timeout(self) -> float | None:
         watches = self._waits and not self._stopping.begun

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlaunch.base.fds import memory_file
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.control_messages import About, Question
-
-if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import ControlHears, ControlSays
-    from mlaunch.protocol.messages.part_messages import ForPart
+from mlaunch.protocol.messages import Ask, ControlHears, ControlSays, ForPart, Question
 
 Take = Callable[[int, Any], None]  # gets the global rank, and what it has told
 _MOST = 16  # questions that one rank owes answers to: a channel that nobody reads is full at some 200
@@ -41,8 +37,11 @@ class Questions:
         """Returns the ranks that can be asked."""
         return list(self._channels)
 
-    def ask(self, rank: int, about: About, take: Take) -> int:
-        """Asks a rank; returns the number of the question. ``take`` is called with the answer, if one comes."""
+    def ask(self, rank: int, about: Ask | ForPart, take: Take, call: int = 0) -> int:
+        """Ask a rank; return the number of the question. ``take`` is called with the answer, if one comes.
+
+        ``call``: the number of the call that it is about.
+        """
         self._number += 1
         # Sent, and not waited for: a rank whose C code holds the interpreter lock answers when that returns, or
         # never. Who looks once a second would fill the channel of such a rank, and the agent would wait for it.
@@ -50,7 +49,7 @@ class Questions:
         self._open[rank][self._number] = memfd, take
         if memfd >= 0:
             self._owed[rank] += 1
-            self._channels[rank].try_send(Question(self._number, about), [memfd])
+            self._channels[rank].try_send(Question(self._number, about, call), [memfd])
         return self._number
 
     def tell(self, rank: int, record: ForPart, fds: Sequence[int] = ()) -> None:

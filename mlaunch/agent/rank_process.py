@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from mlaunch.base.fds import memory_file
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.launch_messages import Answer, AnswerFile, AnswerKind, Phase, RankGone, Release
+from mlaunch.protocol.messages import (
+    Answer,
+    AnswerFile,
+    AnswerKind,
+    ControlHears,
+    ControlSays,
+    Phase,
+    RankGone,
+    RankHears,
+    RankSays,
+    Release,
+)
 from mlaunch.protocol.payload import Payload
-
-if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import ControlHears, ControlSays, RankHears, RankSays
 
 
 @dataclass

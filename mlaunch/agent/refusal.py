@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
-from mlaunch.protocol.messages.machine_messages import Refused
-
-if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import AgentsEnd
+from mlaunch.protocol.messages import AgentsEnd, Refused
 
 
 class NoLaunchError(Exception):

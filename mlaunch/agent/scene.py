@@ -18,11 +18,10 @@ from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.fds import close_all
 from mlaunch.features import FEATURES
 from mlaunch.protocol.board import Board
-from mlaunch.protocol.messages.part_messages import ForPart, PartAsks, PartSays
+from mlaunch.protocol.messages import AgentsEnd, ForPart, PartSays
 
 if TYPE_CHECKING:
     from mlaunch.core.parts import AgentPart, TellLooker
-    from mlaunch.protocol.messages.channels import AgentsEnd
     from mlaunch.protocol.spec import LaunchSpec
 
 
@@ -84,7 +83,7 @@ class Scene:
 
     def ask(self, rank: int, about: object, take: Callable[[int, Any], None]) -> None:
         """Ask the feature's part of a rank; ``take`` gets the rank and what that returns, if it does."""
-        self._parts.questions.ask(rank, PartAsks(self._feature, about), take)
+        self._parts.questions.ask(rank, ForPart(self._feature, 0, about), take)
 
     def tell(self, rank: int, word: object, fds: Sequence[int] = ()) -> None:
         """Send the feature's part of a rank something that it does not answer."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mlaunch.caller.server.start_server import Interpreter
     from mlaunch.core.grants import Grant, Need
     from mlaunch.core.parts import CallerPart, MachinePart, RankPart, Spell, Tell, Watcher
-    from mlaunch.protocol.messages.launch_messages import RankStacks
+    from mlaunch.protocol.messages import RankStacks
     from mlaunch.protocol.spec import LaunchSpec
 
 

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from mlaunch.base.fds import OwnedFds
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.forkserver.children import Child, Children
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.attached import LaunchFds
-from mlaunch.protocol.messages.launch_messages import Reaped
-from mlaunch.protocol.messages.machine_messages import Refused
-from mlaunch.protocol.messages.server_messages import ServeNext
-
-if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import AgentsEnd, RestingAgentHears, RestingAgentSays
+from mlaunch.protocol.messages import AgentsEnd, Reaped, Refused
+from mlaunch.protocol.server_messages import LaunchFds, RestingAgentHears, RestingAgentSays, ServeNext
 
 
 @frozen_record

@@ -7,15 +7,11 @@ import signal
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from mlaunch.base import linux, own_files
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.launch_messages import AgentStarted, Reaped
-from mlaunch.protocol.messages.server_messages import ServeNext
-
-if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import AgentsEnd, RestingAgentHears, RestingAgentSays
+from mlaunch.protocol.messages import AgentsEnd, AgentStarted, Reaped
+from mlaunch.protocol.server_messages import RestingAgentHears, RestingAgentSays, ServeNext
 
 _MOST_LAUNCHES = 200  # of one agent, which has 16 KB more after each
 AGENT_TIMEOUT = 60.0  # seconds beyond its grace period, in which it ends its ranks and what they left

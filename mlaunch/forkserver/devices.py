@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from mlaunch.base import linux
 from mlaunch.base.process_name import name_process
@@ -13,11 +13,8 @@ from mlaunch.forkserver.agents import fork
 from mlaunch.forkserver.children import Child
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel
-from mlaunch.protocol.messages.server_messages import COUNT_TIMEOUT, DeviceCount
+from mlaunch.protocol.server_messages import COUNT_TIMEOUT, CountingSays, DeviceCount
 from mlaunch.rank.setup import device
-
-if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import CountingSays
 
 
 def begin_count(environ_fd: int, answer_fd: int, *, named: bool) -> Child | None:

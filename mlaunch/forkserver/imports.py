@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 
-from mlaunch.protocol.messages.launch_messages import Ready
+from mlaunch.protocol.server_messages import Ready
 
 # What the first launch in a new process would otherwise import while its ranks wait for each other.
 _PRELOAD = (
@@ -35,8 +35,7 @@ def load(preload: Sequence[str]) -> tuple[Ready, int]:
     preloads.load(preload)
     from mlaunch.agent import room
     from mlaunch.agent.supervision.evidence import Evidence
-    from mlaunch.protocol import channel
-    from mlaunch.protocol.messages import launch_messages, server_messages
+    from mlaunch.protocol import channel, messages, server_messages
     from mlaunch.rendezvous import tcp_store
     from mlaunch.rendezvous.address import lacks_loopback
     from mlaunch.torch_parts import operations, process_groups
@@ -48,7 +47,7 @@ def load(preload: Sequence[str]) -> tuple[Ready, int]:
     Evidence()  # which looks for the cgroup's files once
     room.look()
     lacks_loopback()  # an agent that can do without does not try again
-    channel.get_to_know([*vars(launch_messages).values(), *vars(server_messages).values()])
+    channel.get_to_know([*vars(messages).values(), *vars(server_messages).values()])
     offered = device.offered()
     if lacks:
         from mlaunch.torch_parts import lacking

@@ -19,7 +19,7 @@ import sys
 import traceback
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from mlaunch.base import linux, orphans
 from mlaunch.base.fds import OwnedFds, close_all
@@ -34,14 +34,19 @@ from mlaunch.forkserver.late import LateImports
 from mlaunch.forkserver.next_launch import NextLaunch
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel, assert_never
-from mlaunch.protocol.messages.attached import LikeFds, StartFds
-from mlaunch.protocol.messages.launch_messages import NotReady, Ready
-from mlaunch.protocol.messages.prepared_messages import PrepareNext
-from mlaunch.protocol.messages.server_messages import CountDevices, Retire, StartLaunch
+from mlaunch.protocol.server_messages import (
+    CountDevices,
+    LikeFds,
+    NotReady,
+    PrepareNext,
+    Ready,
+    Retire,
+    ServerHears,
+    ServerSays,
+    StartFds,
+    StartLaunch,
+)
 from mlaunch.rank.setup import device
-
-if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import ServerHears, ServerSays
 
 _REASON = 8192  # bytes that a person is shown of why it could not import
 _IDLE = 0.02  # seconds after a launch without another

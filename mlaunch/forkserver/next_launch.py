@@ -6,7 +6,7 @@ import os
 
 from mlaunch.base import linux
 from mlaunch.base.fds import close_all
-from mlaunch.protocol.messages.attached import LaunchFds, LikeFds
+from mlaunch.protocol.server_messages import LaunchFds, LikeFds
 
 
 class NextLaunch:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from mlaunch.base.fds import KeptFd, fix_size, memory_file
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol import report_ring
-from mlaunch.protocol.messages.launch_messages import Phase
+from mlaunch.protocol.messages import Phase
 from mlaunch.protocol.report_ring import ReportRing
 
 _HEAD = 64  # bytes before the first row

@@ -13,7 +13,7 @@ from typing import Generic, NoReturn, TypeVar
 
 from mlaunch.base import linux
 
-Incoming = TypeVar("Incoming")  # the records that come from the other end: see messages/channels.py
+Incoming = TypeVar("Incoming")  # the records that come from the other end: see messages.py
 Outgoing = TypeVar("Outgoing", contravariant=True)  # those that it takes
 
 RECORD_LIMIT = 65_536  # bytes: a record is small by design, and what can grow travels in a memfd beside it

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from mlaunch.base.exceptions import RankFailure, describe_exit
 from mlaunch.base.text import name_some_ranks
-from mlaunch.protocol.messages.launch_messages import AnswerKind, Cancel, RankAnswered, RankGone, RemoteError
+from mlaunch.protocol.messages import AnswerKind, Cancel, RankAnswered, RankGone, RemoteError
 
 _OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError")
 _NO_MEMORY = "DefaultCPUAllocator: "  # torch's RuntimeError where the host has none left

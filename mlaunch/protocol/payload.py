@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 from mlaunch.base.fds import KeptFd, fix_size, memory_file
 from mlaunch.base.frozen_record import frozen_record
-from mlaunch.protocol.messages.launch_messages import RemoteError
+from mlaunch.protocol.messages import RemoteError
 from mlaunch.protocol.pickling import OUT_OF_BAND, Parts, Sink, pickle_by_name, pickle_by_value
 
 # As torch aligns tensors: vector instructions want it, and a cache line is as long.

@@ -14,8 +14,7 @@ from multiprocessing.queues import SimpleQueue
 from typing import TypeVar
 
 from mlaunch.protocol.board import Board
-from mlaunch.protocol.messages.kept_messages import DirectAnswer
-from mlaunch.protocol.messages.launch_messages import Answer
+from mlaunch.protocol.messages import Answer, DirectAnswer
 
 R = TypeVar("R")
 

@@ -120,6 +120,19 @@ class CallFacts:
 
 
 @frozen_record
+class Details:
+    """What of a launch may be known only with its call; see LaunchSpec."""
+
+    call: CallFacts
+    argv: tuple[str, ...]
+    settings: Settings = ()
+    source: str = ""
+    given: str = ""
+    environ: Mapping[str, str] = field(default_factory=dict)  # more variables of its ranks
+    held: int = 0  # descriptors that its processes are to hold
+
+
+@frozen_record
 class LaunchSpec:
     """One launch on one machine, as agent and workers need it. Times in seconds, None = no limit."""
 
@@ -170,3 +183,25 @@ class LaunchSpec:
 
     def rank(self, local_rank: int) -> int:
         return self.rank_start + local_rank
+
+
+def details_of(spec: LaunchSpec, held: int = 0) -> Details:
+    """Returns a launch's details. ``held``: descriptors that its processes are to hold."""
+    context = spec.context
+    environ = {name: context.environ[name] for name in context.of_call}
+    return Details(spec.call, context.argv, context.settings, context.source, context.given, environ, held)
+
+
+def with_details(spec: LaunchSpec, details: Details) -> LaunchSpec:
+    """Returns the launch with these details."""
+    bare = {name: value for name, value in spec.context.environ.items() if name not in spec.context.of_call}
+    own = {name: getattr(details, name) for name in ("argv", "settings", "source", "given")}
+    environ, of_call = {**bare, **details.environ}, tuple(details.environ)
+    context = dataclasses.replace(spec.context, environ=environ, of_call=of_call, **own)
+    return dataclasses.replace(spec, call=details.call, context=context)
+
+
+def shape_of(spec: LaunchSpec) -> LaunchSpec:
+    """Returns the launch less its details and what is its own: of two that are equal then, one can serve the other."""
+    bare = with_details(spec, Details(CallFacts("", None), ()))
+    return dataclasses.replace(bare, launch_id="", secret="")

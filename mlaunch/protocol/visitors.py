@@ -7,15 +7,12 @@ import json
 import os
 import socket
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlaunch.base.peer_process import is_this_user, peer_process, rights_lacking_to_peer
 from mlaunch.features import FEATURES
 from mlaunch.protocol import registry
-from mlaunch.protocol.messages.status_messages import StatusTold
-
-if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import AgentsEnd
+from mlaunch.protocol.messages import AgentsEnd, Told
 
 STATUS = b"status"
 END = b"end"  # at once
@@ -176,10 +173,10 @@ def send(visitor: socket.socket, status: Mapping[str, Any]) -> None:
 
 
 def tell_launcher(launcher: AgentsEnd, number: int, status: Mapping[str, Any]) -> None:
-    """Gives the launch's own caller what it has asked for by TellStatus."""
+    """Give the launch's own caller what it has asked for by a Question."""
     memfd = in_memory(status)
     try:
-        launcher.try_send(StatusTold(number), [memfd])
+        launcher.try_send(Told(number), [memfd])
     finally:
         os.close(memfd)
 

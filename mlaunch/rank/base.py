@@ -18,11 +18,23 @@ from mlaunch.base.text import first_bytes
 from mlaunch.protocol import payload, stack_dump, temporary
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel, assert_never
-from mlaunch.protocol.messages.launch_messages import Answer, AnswerFile, AnswerKind, Errand, Phase, Release, RunCall
-from mlaunch.protocol.messages.prepared_messages import Details, with_details
+from mlaunch.protocol.messages import (
+    Answer,
+    AnswerFile,
+    AnswerKind,
+    ControlHears,
+    ControlSays,
+    DirectCall,
+    Errand,
+    Phase,
+    RankHears,
+    RankSays,
+    Release,
+    RunCall,
+)
 from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.result_queue import ANSWER_LIMIT, Results
-from mlaunch.protocol.spec import LaunchSpec
+from mlaunch.protocol.spec import Details, LaunchSpec, with_details
 from mlaunch.rank import control, remote_error
 from mlaunch.rank.for_users import progress
 from mlaunch.rank.setup import device, process
@@ -30,13 +42,6 @@ from mlaunch.torch_parts import operations
 
 if TYPE_CHECKING:
     from mlaunch.core.load import RankParts
-    from mlaunch.protocol.messages.channels import (
-        ControlHears,
-        ControlSays,
-        RankHears,
-        RankSays,
-    )
-    from mlaunch.protocol.messages.kept_messages import DirectCall
 
 _EXIT_TEXT = 8192  # bytes of what sys.exit is given
 

@@ -16,24 +16,13 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlaunch.base.frames import RUNPY, is_bottom
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel, assert_never
-from mlaunch.protocol.messages.control_messages import (
-    Question,
-    TellEntered,
-    TellNumbers,
-    TellPlace,
-    TellTurns,
-    Told,
-)
-from mlaunch.protocol.messages.part_messages import ForPart, PartAsks
+from mlaunch.protocol.messages import Ask, ControlHears, ControlSays, ForPart, Question, Told
 from mlaunch.rank import in_step
-
-if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import ControlHears, ControlSays
 
 # Of the thread's own faults, which kill a process that blocks them before faulthandler can tell of it.
 _FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
@@ -55,8 +44,8 @@ def _answer_all(channel: Channel[ControlHears, ControlSays]) -> None:
         while True:
             record, fds = channel.receive()
             match record:
-                case Question(number, about):
-                    payload.write(fds[0], _ANSWERS[type(about)](about))
+                case Question(number, about, call):
+                    payload.write(fds[0], _answer(about, call))
                     os.close(fds[0])
                     channel.send(Told(number))
                 case ForPart(feature, _, word):
@@ -86,16 +75,18 @@ def _module_of(feature: str) -> Any:
     return module_of(feature, "rank")
 
 
-def _turns(_about: TellTurns) -> int:
+def _turns() -> int:
     from mlaunch.core.load import turns_here
 
     return turns_here()
 
 
-_ANSWERS: dict[type, Callable[[Any], object]] = {
-    TellNumbers: lambda about: in_step.since_the_call(about.call),
-    TellEntered: lambda _about: in_step.entered(),
-    TellTurns: _turns,
-    TellPlace: lambda _about: _place(),
-    PartAsks: lambda asked: _module_of(asked.feature).answer(asked.about),
-}
+def _answer(about: Ask | ForPart | bytes, call: int) -> object:
+    if isinstance(about, ForPart):
+        return _module_of(about.feature).answer(about.word)
+    if about is Ask.NUMBERS:
+        return in_step.since_the_call(call)
+    return _ANSWERS[about]()
+
+
+_ANSWERS: dict[object, Callable[[], object]] = {Ask.ENTERED: in_step.entered, Ask.TURNS: _turns, Ask.PLACE: _place}

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 from mlaunch.base import cores, rlimits, seeding
 from mlaunch.protocol import calls, explain, instead, late_imports, originals, receiving, settings, this_rank
 from mlaunch.protocol.calls import Call
-from mlaunch.protocol.messages.launch_messages import AnswerKind, Phase
-from mlaunch.protocol.messages.prepared_messages import Details
+from mlaunch.protocol.messages import AnswerKind, Phase
 from mlaunch.protocol.payload import Payload
+from mlaunch.protocol.spec import Details
 from mlaunch.rank import slow_imports
 from mlaunch.rank.base import Rank, RankArgs, Task
 from mlaunch.rank.for_users import current_device

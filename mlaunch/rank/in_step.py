@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from mlaunch.base.frames import RUNPY, is_bottom
 from mlaunch.base.frozen_record import frozen_record
-from mlaunch.protocol.messages.launch_messages import ANY, Frames, GroupNumbers, Operations, RankWait
+from mlaunch.protocol.messages import ANY, Frames, GroupNumbers, Operations, RankWait
 from mlaunch.torch_parts import process_groups
 from mlaunch.torch_parts.operations import AllNumbers, Begun, begun_messages, meeting, numbers_of, open_now
 

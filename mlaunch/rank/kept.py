@@ -15,7 +15,7 @@ from typing import Any
 from mlaunch.base import seeding
 from mlaunch.protocol import calls, this_rank
 from mlaunch.protocol.calls import Call
-from mlaunch.protocol.messages.launch_messages import AnswerKind, Errand, Phase
+from mlaunch.protocol.messages import AnswerKind, Errand, Phase
 from mlaunch.protocol.payload import Payload
 from mlaunch.rank import held_objects, in_step, reload
 from mlaunch.rank.base import RankArgs, Task

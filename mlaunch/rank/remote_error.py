@@ -11,7 +11,7 @@ from mlaunch.base.frames import RUNPY, is_ours
 from mlaunch.base.misuse import is_misuse
 from mlaunch.base.text import without_middle
 from mlaunch.protocol import explain
-from mlaunch.protocol.messages.launch_messages import Phase, RemoteError
+from mlaunch.protocol.messages import Phase, RemoteError
 from mlaunch.torch_parts import operations
 
 # What torch says in a rank whose peer, or whose store, has died. Such an error is the doing of others.

@@ -41,7 +41,7 @@ from mlaunch.engines.wire.frame_stream import FrameStream
 from mlaunch.engines.wire.member_messages import MARK, MachineDone, Start
 from mlaunch.insight.wire import STACKS
 from mlaunch.protocol import registry, settings
-from mlaunch.protocol.messages.launch_messages import AgentStarted, Finished
+from mlaunch.protocol.messages import AgentStarted, Finished
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.protocol.visitors import STATUS
 from mlaunch.run.command import run_on_engine

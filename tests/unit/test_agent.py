@@ -39,15 +39,22 @@ from mlaunch.base.linux import wait_readable
 from mlaunch.debug.wire import HoldDeadline
 from mlaunch.forkserver.children import Child
 from mlaunch.machines.agent.linked_peers import LinkedPeers
-from mlaunch.protocol import error_file, payload, registry, stack_dump
+from mlaunch.protocol import error_file, messages, payload, registry, stack_dump
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import FD_LIMIT, TEXT_LIMIT, Channel
-from mlaunch.protocol.messages import launch_messages
-from mlaunch.protocol.messages.control_messages import Told
-from mlaunch.protocol.messages.kept_messages import CallOver, EndCall, EndRanks, NextCall
-from mlaunch.protocol.messages.launch_messages import CAUSE_DELAY, AnswerKind, Cancel, Phase
-from mlaunch.protocol.messages.machine_messages import Refused
-from mlaunch.protocol.messages.part_messages import ForPart
+from mlaunch.protocol.messages import (
+    CAUSE_DELAY,
+    AnswerKind,
+    CallOver,
+    Cancel,
+    EndCall,
+    EndRanks,
+    ForPart,
+    NextCall,
+    Phase,
+    Refused,
+    Told,
+)
 from mlaunch.protocol.result_queue import Results
 from mlaunch.protocol.stack_dump import STACKS_TIMEOUT
 from mlaunch.rank import function, in_step
@@ -149,7 +156,7 @@ class World:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(reader)
         self._writers[index] = writer
-        self.results.board[index] = launch_messages.Phase.RUNNING
+        self.results.board[index] = messages.Phase.RUNNING
         stacks_in, self._stacks[index] = os.pipe2(os.O_NONBLOCK)
         channel, self.channels[index] = Channel.pair()
         return RankProcess(index, index, pid, os.pidfd_open(pid), channel, os.memfd_create("crash"), stacks_in)
@@ -184,7 +191,7 @@ class World:
         return ready  # type: ignore[return-value]
 
     def answer(self, rank: int, kind: AnswerKind = AnswerKind.VALUE, *, consequence: bool = False) -> None:
-        self.results.queue.put(launch_messages.Answer(rank, self.supervisor._call.number, kind, consequence))
+        self.results.queue.put(messages.Answer(rank, self.supervisor._call.number, kind, consequence))
 
     def received(self, rank: int) -> Iterator[object]:
         """What the agent has sent to a rank by now."""
@@ -228,8 +235,8 @@ def world() -> World:
     return World()
 
 
-def gone(told: list[object]) -> dict[int, launch_messages.RankGone]:
-    return {record.rank: record for record in told if isinstance(record, launch_messages.RankGone)}
+def gone(told: list[object]) -> dict[int, messages.RankGone]:
+    return {record.rank: record for record in told if isinstance(record, messages.RankGone)}
 
 
 def test_answers_are_passed_on_as_they_come_and_nobody_is_stopped(world: World) -> None:
@@ -237,21 +244,19 @@ def test_answers_are_passed_on_as_they_come_and_nobody_is_stopped(world: World) 
         lambda: world.answer(2), lambda: world.answer(0), lambda: world.end(2),
         lambda: world.answer(1), lambda: world.end(0), lambda: world.end(1),
     )  # fmt: skip
-    assert [record.rank for record in told if isinstance(record, launch_messages.RankAnswered)] == [2, 0, 1]
+    assert [record.rank for record in told if isinstance(record, messages.RankAnswered)] == [2, 0, 1]
     assert world.signals == []
     assert all(end.answered and not end.stopped and end.exitcode == 0 for end in gone(told).values())
 
 
 def test_an_answer_to_another_call_is_none(world: World) -> None:
     def answer_late() -> None:
-        world.results.queue.put(launch_messages.Answer(1, -1, AnswerKind.ERROR))
+        world.results.queue.put(messages.Answer(1, -1, AnswerKind.ERROR))
 
     answers = [functools.partial(world.answer, rank) for rank in range(3)]
     ends = [functools.partial(world.end, rank) for rank in range(3)]
     told = world.run(answer_late, *answers, *ends)
-    assert [record.kind for record in told if isinstance(record, launch_messages.RankAnswered)] == [
-        AnswerKind.VALUE
-    ] * 3
+    assert [record.kind for record in told if isinstance(record, messages.RankAnswered)] == [AnswerKind.VALUE] * 3
     assert world.signals == []
 
 
@@ -281,7 +286,7 @@ def test_a_program_without_a_handler_is_not_asked_for_stacks() -> None:
         while True:
             signal.pause()
     try:
-        assert not request(pid, launch_messages.Phase.RUNNING, stack_dump.STACK_SIGNAL)
+        assert not request(pid, messages.Phase.RUNNING, stack_dump.STACK_SIGNAL)
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -299,7 +304,7 @@ def test_a_rank_that_has_not_taken_a_request_gets_no_second() -> None:
             signal.pause()
     try:
         assert os.read(reader, 1) == b"!"
-        asked = [request(pid, launch_messages.Phase.RUNNING, stack_dump.STACK_SIGNAL) for _ in range(2)]
+        asked = [request(pid, messages.Phase.RUNNING, stack_dump.STACK_SIGNAL) for _ in range(2)]
         assert asked == [True, False]
     finally:
         os.kill(pid, signal.SIGKILL)
@@ -327,7 +332,7 @@ def test_stacks_that_came_too_late_are_not_taken_for_the_next() -> None:
     rank: Any = SimpleNamespace(stack_fd=reader, stacks="", pid=1)
     requests = StackRequests(lambda *_: True)
     os.write(writer, b"late")
-    requests.ask(rank, launch_messages.Phase.RUNNING)
+    requests.ask(rank, messages.Phase.RUNNING)
     os.write(writer, b"new")
     requests.read([reader])
     assert rank.stacks == "new"
@@ -342,7 +347,7 @@ def test_a_signal_that_got_lost_is_sent_again() -> None:
     requests = StackRequests(lambda *asked: sent.append(asked) is None, lambda: now[0])
     for at in (0.0, STACKS_TIMEOUT / 2, STACKS_TIMEOUT, STACKS_TIMEOUT * 1.5):
         now[0] = at
-        requests.ask(rank, launch_messages.Phase.RUNNING)
+        requests.ask(rank, messages.Phase.RUNNING)
     assert len(sent) == 2
     for fd in (reader, writer):
         os.close(fd)
@@ -358,12 +363,12 @@ def test_a_rank_whose_handler_is_at_work_is_not_asked_again(monkeypatch: pytest.
     monkeypatch.setattr(stack_requests, "_has_run", lambda _pid: ran[0])
     for at, has_run in ((0.0, 1.0), (1.0, 1.01), (2.0, 1.1)):
         now[0], ran[0] = at, has_run
-        requests.ask(rank, launch_messages.Phase.RUNNING)
+        requests.ask(rank, messages.Phase.RUNNING)
     assert len(sent) == 2
     os.write(writer, b"Current thread")
     requests.read([reader])
     now[0], ran[0] = 3.0, 2.0
-    requests.ask(rank, launch_messages.Phase.RUNNING)
+    requests.ask(rank, messages.Phase.RUNNING)
     assert len(sent) == 2
     for fd in (reader, writer):
         os.close(fd)
@@ -374,7 +379,7 @@ def test_ranks_that_have_answered_may_end_when_all_have(world: World) -> None:
 
     def then(act: Callable[[int], None], rank: int) -> Callable[[], None]:
         def step() -> None:
-            may_end.append(launch_messages.Release() in list(world.received(0)))
+            may_end.append(messages.Release() in list(world.received(0)))
             act(rank)
 
         return step
@@ -414,14 +419,14 @@ def test_who_has_answered_and_does_not_end_is_ended(world: World) -> None:
     told = world.run(then(world.answer, 0, 1, 2), then(world.end, 0, 1))
     assert world.signals == [(2, "SIGTERM", 105.0), (2, "SIGKILL", 110.0)]
     assert {rank: end.stopped for rank, end in gone(told).items()} == {0: False, 1: False, 2: True}
-    assert [record.rank for record in told if isinstance(record, launch_messages.RankStacks)] == [2]
+    assert [record.rank for record in told if isinstance(record, messages.RankStacks)] == [2]
 
 
 def test_a_deadline_after_the_last_answer_ends_who_does_not() -> None:
     world = World(deadline=3.0)
     told = world.run(then(world.answer, 0, 1, 2), then(world.end, 0, 1))
     assert world.signals == [(2, "SIGTERM", 103.0)]
-    assert not [record for record in told if isinstance(record, launch_messages.DeadlinePassed)]
+    assert not [record for record in told if isinstance(record, messages.DeadlinePassed)]
 
 
 @pytest.mark.timeout(60)
@@ -433,7 +438,7 @@ def test_the_other_machines_hear_of_a_death_after_the_value_as_the_cause(caused:
     world = World(peers=LinkedPeers(link, 3600.0))
 
     def fail() -> None:
-        raised = launch_messages.RemoteError("X", "", "", Phase.RUNNING, "", "", None)
+        raised = messages.RemoteError("X", "", "", Phase.RUNNING, "", "", None)
         payload.write(world.ranks[1].answer_fd, raised)
         world.answer(1, AnswerKind.ERROR, consequence=caused)
 
@@ -451,9 +456,7 @@ def test_the_other_machines_hear_of_the_cause_not_of_its_consequence() -> None:
     world = World(peers=LinkedPeers(link, 60.0))
 
     def answer() -> None:
-        lost = launch_messages.RemoteError(
-            "RuntimeError", "Connection closed by peer", "", Phase.RUNNING, "h", "cpu", None
-        )
+        lost = messages.RemoteError("RuntimeError", "Connection closed by peer", "", Phase.RUNNING, "h", "cpu", None)
         payload.write(world.ranks[0].answer_fd, lost)
         world.answer(0, AnswerKind.ERROR, consequence=True)
 
@@ -470,7 +473,7 @@ def test_a_failed_rank_may_end_as_soon_as_the_others_are_asked_to(world: World) 
     released: list[bool] = []
     world.run(
         lambda: world.answer(0, AnswerKind.ERROR),
-        lambda: released.append(launch_messages.Release() in list(world.received(0))),
+        lambda: released.append(messages.Release() in list(world.received(0))),
     )
     assert released == [True]
     assert {name for _, name, _ in world.signals} == {"SIGTERM", "SIGKILL"}
@@ -566,11 +569,11 @@ def test_a_rank_that_begins_to_fail_is_the_cause_though_it_ends_last() -> None:
     def nothing() -> None: ...
 
     told = world.run(nothing, lambda: begin_to_fail(world, 1), nothing, lambda: world.end(1, 6))
-    ended = {record.rank: record for record in told if isinstance(record, launch_messages.RankGone)}
+    ended = {record.rank: record for record in told if isinstance(record, messages.RankGone)}
     assert (ended[1].stopped, ended[1].exitcode, ended[1].at) == (False, 6, 100.05)
     assert [ended[0].stopped, ended[2].stopped] == [True, True]
     assert world.signals == [(0, "SIGTERM", 100.05), (2, "SIGTERM", 100.05), (0, "SIGKILL", 105.05)]
-    assert {record.rank for record in told if isinstance(record, launch_messages.RankStacks)} == {0, 2}
+    assert {record.rank for record in told if isinstance(record, messages.RankStacks)} == {0, 2}
 
 
 def test_a_thread_that_ends_is_no_failure() -> None:
@@ -679,9 +682,7 @@ def test_an_end_while_they_are_being_stopped_does_not_lengthen_the_grace(world: 
 
 def test_cancel_stops_all_and_force_skips_the_grace(world: World) -> None:
     world.deaf = {0, 1, 2}
-    world.run(
-        lambda: world.ours.send(launch_messages.Cancel()), lambda: world.ours.send(launch_messages.Cancel(force=True))
-    )
+    world.run(lambda: world.ours.send(messages.Cancel()), lambda: world.ours.send(messages.Cancel(force=True)))
     assert [name for _, name, _ in world.signals] == ["SIGTERM"] * 3 + ["SIGKILL"] * 3
     assert {at for _, _, at in world.signals} == {100.0}
 
@@ -708,7 +709,7 @@ def test_stacks_are_asked_for_and_waited_for_a_moment(world: World) -> None:
         lambda: world.end(1, 1),
         lambda: os.write(world._stacks[2], text.encode()),
     )
-    dumps = {record.rank: record.text for record in told if isinstance(record, launch_messages.RankStacks)}
+    dumps = {record.rank: record.text for record in told if isinstance(record, messages.RankStacks)}
     assert dumps == {0: "", 2: text}
     assert [(rank, at) for rank, _, at in world.signals] == [(0, 100.0 + STACKS_TIMEOUT), (2, 100.0 + STACKS_TIMEOUT)]
 
@@ -725,7 +726,7 @@ def test_long_stacks_keep_their_end(world: World) -> None:
         lambda: world.end(1, 1),
         lambda: os.write(world._stacks[2], text.encode()),
     )
-    [dump] = [record.text for record in told if isinstance(record, launch_messages.RankStacks) and record.rank == 2]
+    [dump] = [record.text for record in told if isinstance(record, messages.RankStacks) and record.rank == 2]
     assert dump.endswith(bottom)
     assert len(dump) <= TEXT_LIMIT
 
@@ -739,7 +740,7 @@ def test_a_stack_is_read_to_its_end_however_it_is_written(world: World) -> None:
         lambda: world.answer(1, AnswerKind.ERROR), lambda: world.end(1, 1),
         lambda: os.write(world._stacks[2], before.encode()), lambda: os.write(world._stacks[2], rest.encode()),
     )  # fmt: skip
-    [dump] = [record.text for record in told if isinstance(record, launch_messages.RankStacks) and record.rank == 2]
+    [dump] = [record.text for record in told if isinstance(record, messages.RankStacks) and record.rank == 2]
     assert stack_dump.main_frames(dump) == [("t.py", "8", "train")]
     assert stack_dump.main_frames(before) == [("t.py", "8", "train")]
 
@@ -748,12 +749,8 @@ def test_a_deadline_while_a_consequence_is_held() -> None:
     """The failure was told first, so that is how the launch ended."""
     world = World(deadline=CAUSE_DELAY / 2)
     told = world.run(lambda: world.answer(0, AnswerKind.ERROR, consequence=True), lambda: None, lambda: world.end(0, 1))
-    kinds = [
-        type(record)
-        for record in told
-        if isinstance(record, launch_messages.RankAnswered | launch_messages.DeadlinePassed)
-    ]
-    assert kinds == [launch_messages.RankAnswered, launch_messages.DeadlinePassed]
+    kinds = [type(record) for record in told if isinstance(record, messages.RankAnswered | messages.DeadlinePassed)]
+    assert kinds == [messages.RankAnswered, messages.DeadlinePassed]
     assert {at for _, _, at in world.signals} == {100.0 + CAUSE_DELAY / 2}
 
 
@@ -770,7 +767,7 @@ def test_nobody_waits_once_all_stacks_are_there(world: World) -> None:
 def test_the_deadline_stops_all() -> None:
     world = World(deadline=60.0)
     told = world.run(lambda: world.answer(1), lambda: world.end(1))
-    assert [record for record in told if isinstance(record, launch_messages.DeadlinePassed)]
+    assert [record for record in told if isinstance(record, messages.DeadlinePassed)]
     assert world.signals == [(0, "SIGTERM", 160.0), (2, "SIGTERM", 160.0)]
 
 
@@ -788,14 +785,14 @@ def test_no_deadline_passes_while_somebody_debugs() -> None:
         lambda: world.answer(0),
         lambda: world.end(0),
     )
-    assert not [record for record in told if isinstance(record, launch_messages.DeadlinePassed)]
+    assert not [record for record in told if isinstance(record, messages.DeadlinePassed)]
     assert world.signals == []
 
 
 def test_no_deadline_passes_once_the_ranks_are_being_stopped() -> None:
     world = World(deadline=2.0, deaf={0})
     told = world.run(lambda: world.answer(1, AnswerKind.ERROR), lambda: world.end(1, 1))
-    assert not [record for record in told if isinstance(record, launch_messages.DeadlinePassed)]
+    assert not [record for record in told if isinstance(record, messages.DeadlinePassed)]
     assert world.signals[-1] == (0, "SIGKILL", 105.0)
 
 
@@ -966,7 +963,7 @@ def test_the_end_of_a_call_that_is_over_ends_no_other() -> None:
     )  # fmt: skip
     first, second = overs(told)
     assert (first.number, second.number) == (5, 6)
-    assert not [record for record in told[: told.index(second)] if isinstance(record, launch_messages.RankStacks)]
+    assert not [record for record in told[: told.index(second)] if isinstance(record, messages.RankStacks)]
 
 
 def test_what_a_rank_has_answered_is_told_before_the_end_of_another() -> None:
@@ -974,7 +971,7 @@ def test_what_a_rank_has_answered_is_told_before_the_end_of_another() -> None:
     world = World(kind=KeptSupervisor)
     told = world.run(lambda: begin(world, 5), lambda: world.answer(0), lambda: world.end(1, 3))
     kinds = [type(record) for record in told]
-    assert kinds.index(launch_messages.RankAnswered) < kinds.index(launch_messages.RankGone)
+    assert kinds.index(messages.RankAnswered) < kinds.index(messages.RankGone)
 
 
 def test_the_end_of_a_call_is_that_of_the_request_to_stop_it() -> None:
@@ -999,17 +996,17 @@ def test_a_deadline_that_the_launcher_has_kept() -> None:
         lambda: begin(world, 5), *answers, lambda: world.ours.send(EndCall(5, 2.0)), lambda: begin(world, 6),
         lambda: world.ours.send(EndCall(6, 3.0)), lambda: end_ranks(world),
     )  # fmt: skip
-    passed = [told.index(record) for record in told if isinstance(record, launch_messages.DeadlinePassed)]
+    passed = [told.index(record) for record in told if isinstance(record, messages.DeadlinePassed)]
     assert [over.number for over in overs(told[: passed[0]])] == [5, 5]
     assert len(passed) == 1
-    assert any(isinstance(record, launch_messages.RankStacks) for record in told)
+    assert any(isinstance(record, messages.RankStacks) for record in told)
 
 
 def test_answers_of_more_ranks_than_one_record_carries() -> None:
     world = World(size=FD_LIMIT + 2, kind=KeptSupervisor)
     answers = [functools.partial(world.answer, rank) for rank in range(world.size)]
     told = world.run(lambda: begin(world, 1), *answers, lambda: end_ranks(world))
-    before = [record.rank for record in told if isinstance(record, launch_messages.RankAnswered)]
+    before = [record.rank for record in told if isinstance(record, messages.RankAnswered)]
     [over] = overs(told)
     assert [*before, *(answer.rank for answer in over.answers)] == list(range(world.size))
 
@@ -1025,8 +1022,8 @@ def test_a_call_that_begins_as_a_rank_is_gone() -> None:
 
     told = world.run(lambda: world.end(0, 3), lambda: begin(world, 1), hear_and_end, lambda: world.end(2))
     assert {rank: end.exitcode for rank, end in gone(told).items()} == {0: 3, 1: 0, 2: 0}
-    assert launch_messages.Release() in heard
-    assert not any(isinstance(record, launch_messages.RunCall) for record in heard)
+    assert messages.Release() in heard
+    assert not any(isinstance(record, messages.RunCall) for record in heard)
 
 
 @pytest.mark.timeout(60)  # it would be looked at for ever

@@ -41,7 +41,7 @@ from mlaunch.engines.member.lease_term import SignalsHere
 from mlaunch.machines.gate.gate_stop import GateStop
 from mlaunch.machines.link import stop_words
 from mlaunch.protocol import this_rank
-from mlaunch.protocol.messages.part_messages import ForPart, PartSays
+from mlaunch.protocol.messages import ForPart, PartSays
 from tests.conftest import TORCH
 from tests.processes import said_in_fork
 

@@ -18,7 +18,7 @@ from mlaunch.caller.launch.restarts import with_restarts
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.server.fork_server import ServerGoneError
 from mlaunch.protocol.calls import Call
-from mlaunch.protocol.messages.launch_messages import Ready
+from mlaunch.protocol.server_messages import Ready
 from mlaunch.sweeps.caller import submitted_call
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import importlib
 import os
 import pickle
-import pkgutil
 import socket
+import types
 import typing
 from collections.abc import Callable
 from typing import ClassVar
@@ -17,11 +16,10 @@ import pytest
 
 from mlaunch.base.text import both_ends, first_bytes, last_bytes
 from mlaunch.engines.wire import member_messages, member_streams
-from mlaunch.protocol import messages
+from mlaunch.machines.wire import link_messages
+from mlaunch.protocol import messages, server_messages, spec
 from mlaunch.protocol.channel import RECORD_LIMIT, Channel, get_to_know
-from mlaunch.protocol.messages import channels, launch_messages
-from mlaunch.protocol.messages.attached import BoardFds, DirectFds, LaunchFds, StartFds
-from mlaunch.protocol.messages.control_messages import About
+from mlaunch.protocol.server_messages import BoardFds, DirectFds, LaunchFds, StartFds
 
 
 @pytest.fixture(autouse=True)
@@ -150,10 +148,8 @@ def test_both_ends_of_a_text(size: int, limit: int) -> None:
 
 def test_classes_of_records_are_known_before_their_first_record() -> None:
     """Else each forked process would change the class at its first record."""
-    kinds = {
-        kind for kind in vars(launch_messages).values() if isinstance(kind, type) and dataclasses.is_dataclass(kind)
-    }
-    get_to_know(vars(launch_messages).values())
+    kinds = {kind for kind in vars(messages).values() if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
+    get_to_know(vars(messages).values())
     assert kinds
     assert all("__slotnames__" in vars(kind) for kind in kinds)
 
@@ -162,16 +158,24 @@ def test_classes_of_records_are_known_before_their_first_record() -> None:
 INSIDE = {"Answer", "RemoteError", "Details", "CallFacts", "CallersProcess", "Operations", "GroupNumbers", "RankWait"}
 
 
+def records_of(module: types.ModuleType) -> set[type]:
+    """The record classes that a module defines."""
+    kinds = {kind for kind in vars(module).values() if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
+    return {kind for kind in kinds if kind.__module__ == module.__name__}
+
+
+def test_the_core_has_few_kinds_of_records() -> None:
+    """Classes that processes of a launch send each other, without what a launch is. The number only goes down."""
+    count = len(records_of(messages) | records_of(server_messages) | {spec.Details})
+    assert count <= 45, "a feature's records are in its own folder, and travel in ForPart and PartSays"
+
+
 def test_each_record_travels_on_some_channel_or_stream() -> None:
-    known = {**vars(channels), **vars(member_streams)}
+    known = {**vars(messages), **vars(server_messages), **vars(link_messages), **vars(member_streams)}
     named = {name: value for name, value in known.items() if name.endswith(("Says", "Hears"))}
     travel = {record for union in named.values() for record in typing.get_args(union) or [union]}
-    travel |= set(typing.get_args(About))
-    modules = [f"{messages.__name__}.{module.name}" for module in pkgutil.iter_modules(messages.__path__)]
-    for name in (*modules, member_messages.__name__):
-        found = vars(importlib.import_module(name)).values()
-        kinds = {kind for kind in found if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
-        left = {kind.__name__ for kind in kinds - travel if kind.__module__ == name}
+    for module in (messages, server_messages, link_messages, member_messages):
+        left = {kind.__name__ for kind in records_of(module) - travel}
         assert left <= INSIDE, left
 
 

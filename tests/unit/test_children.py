@@ -21,8 +21,8 @@ from mlaunch.forkserver import children as children_module
 from mlaunch.forkserver.children import _MOST_LAUNCHES as MOST
 from mlaunch.forkserver.children import Child, Children
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.launch_messages import AgentStarted, Reaped
-from mlaunch.protocol.messages.server_messages import Free, ServeNext
+from mlaunch.protocol.messages import AgentStarted, Reaped
+from mlaunch.protocol.server_messages import Free, ServeNext
 from tests import processes
 from tests.contract.functions import total
 from tests.contract.preparing import LIMIT

@@ -13,7 +13,7 @@ from mlaunch.agent.questions import Questions
 from mlaunch.base import linux
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.control_messages import TellNumbers, TellTurns, Told
+from mlaunch.protocol.messages import Ask, Told
 from mlaunch.rank import control
 from mlaunch.torch_parts import process_groups
 from tests.conftest import TORCH
@@ -24,7 +24,7 @@ LIMIT = 60.0  # seconds
 
 def ask(questions: Questions) -> list[object]:
     told: list[object] = []
-    questions.ask(0, TellNumbers(5), lambda _rank, answer: told.append(answer))
+    questions.ask(0, Ask.NUMBERS, lambda _rank, answer: told.append(answer), 5)
     assert linux.wait_readable(questions.fds(), LIMIT)
     questions.read(questions.fds())
     return told
@@ -62,7 +62,7 @@ def test_entered_operations_are_asked_anew_each_time() -> None:
         for _ in range(2):
             question, [memfd] = theirs.receive()
             numbers.append(question.number)
-            payload.write(memfd, len(numbers) if isinstance(question.about, TellTurns) else (("0 cpu", (0, 1), 2),))
+            payload.write(memfd, len(numbers) if question.about is Ask.TURNS else (("0 cpu", (0, 1), 2),))
             os.close(memfd)
     for number in numbers:
         theirs.send(Told(number))

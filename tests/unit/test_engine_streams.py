@@ -29,7 +29,7 @@ from mlaunch.engines.wire.member_messages import Alive, Lease, MachineDone, Prin
 from mlaunch.engines.wire.mux import Mux
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.launch_messages import Finished, Phase, RanksStarting, RankStarted
+from mlaunch.protocol.messages import Finished, Phase, RanksStarting, RankStarted
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from mlaunch.base.exceptions import LaunchError, LaunchTimeout, RankFailure, Ran
 from mlaunch.base.misuse import is_misuse, misuse
 from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.report.failure_text import in_order
-from mlaunch.protocol.messages.launch_messages import DeadlinePassed, Phase
+from mlaunch.protocol.messages import DeadlinePassed, Phase
 from mlaunch.rank import remote_error
 
 

@@ -18,7 +18,7 @@ from mlaunch import cli
 from mlaunch.caller.options.launch_options import Options, about
 from mlaunch.caller.output.output_plan import Policy
 from mlaunch.cli.checks import UsageError
-from mlaunch.protocol.messages.launch_messages import Ready
+from mlaunch.protocol.server_messages import Ready
 from mlaunch.run.command import entry, flags, output, run_job
 from mlaunch.run.command.dry_run import describe
 from mlaunch.run.command.job import Job, job_of

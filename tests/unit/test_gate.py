@@ -42,12 +42,12 @@ from mlaunch.machines.link import joining_words, link_process, stop_words
 from mlaunch.machines.link.link_process import LinkProcess
 from mlaunch.machines.link.streams import RankStreams
 from mlaunch.machines.wire import control_protocol
+from mlaunch.machines.wire.link_messages import Beat, Done, Planned
 from mlaunch.machines.wire.multiplex import Pieces
 from mlaunch.protocol import channel
 from mlaunch.protocol import token as tokens
-from mlaunch.protocol.messages.launch_messages import Ready
-from mlaunch.protocol.messages.machine_messages import Beat, Done, Planned, Waiting
-from mlaunch.protocol.messages.part_messages import ForPart
+from mlaunch.protocol.messages import ForPart, Waiting
+from mlaunch.protocol.server_messages import Ready
 from mlaunch.protocol.spec import Rendezvous
 from mlaunch.rendezvous import name_lookup, tcp_store
 from mlaunch.rendezvous.address import listen

@@ -29,7 +29,7 @@ from mlaunch.machines.wire.multiplex import HEAD
 from mlaunch.protocol import registry, sources
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.kept_messages import EndCall
+from mlaunch.protocol.messages import EndCall
 from mlaunch.rendezvous.address import LOOPBACK, listen
 from mlaunch.rendezvous.store_connection import StoreConnection
 from mlaunch.rendezvous.store_keys import StoreKeys

@@ -16,16 +16,18 @@ from mlaunch.engines.caller.launch.kept_agents import KeptAgents
 from mlaunch.engines.caller.launch.timeouts import Patience
 from mlaunch.engines.wire.member_messages import FromAgent
 from mlaunch.protocol import payload
-from mlaunch.protocol.messages.kept_messages import (
+from mlaunch.protocol.messages import (
     CallOver,
+    Cancel,
+    DeadlinePassed,
     EndCall,
     EndRanks,
     MeetAgain,
     NextCall,
+    RankGone,
     RanksBack,
     RanksStand,
 )
-from mlaunch.protocol.messages.launch_messages import Cancel, DeadlinePassed, RankGone
 from mlaunch.rank.in_step import Numbers
 
 WORLD = tuple(range(4))

@@ -21,7 +21,7 @@ from mlaunch.core.load import adapted
 from mlaunch.debug.caller import asking
 from mlaunch.debug.wire import Visited
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.part_messages import PartSays
+from mlaunch.protocol.messages import PartSays
 from tests.unit.test_output import plan
 
 

@@ -171,9 +171,6 @@ INSIDE = {
     "mlaunch.forkserver.devices": "test_devices_are_counted_in_a_process_of_their_own",
     "mlaunch.launch": "test_the_modules_that_are_commands",
     "mlaunch.protocol.import_variables": "test_values_come_by_rank_and_the_processes_stay",
-    "mlaunch.protocol.messages.kept_messages": "test_values_come_by_rank_and_the_processes_stay",
-    "mlaunch.protocol.messages.prepared_messages": "test_the_next_call_takes_what_was_prepared_and_each_call_gets_"
-    "other_processes",
     "mlaunch.protocol.report_ring": "test_reports_of_a_launch_that_goes_on",
     "mlaunch.rank.for_users.reporting": "test_reports_of_a_launch_that_goes_on",
     "mlaunch.protocol.this_rank": "test_a_launch_inside_a_rank_that_was_not_meant",

@@ -25,7 +25,7 @@ from mlaunch.engines.member.status_requests import Looks
 from mlaunch.engines.wire.frame_stream import FrameStream
 from mlaunch.engines.wire.member_messages import FromAgent, Look, MachineDone, Seen, ServerEnded
 from mlaunch.protocol import registry
-from mlaunch.protocol.messages.launch_messages import Cancel, RanksStarting
+from mlaunch.protocol.messages import Cancel, RanksStarting
 from mlaunch.protocol.visitors import STATUS
 from tests.contract.test_engine_calls import LIMIT
 

@@ -8,7 +8,7 @@ from mlaunch.base.exceptions import RankFailure
 from mlaunch.caller.report.failure_text import FailureText, summarise
 from mlaunch.cli.ps_and_stop import _entry
 from mlaunch.insight.caller.stacks_of_ranks import grouped
-from mlaunch.protocol.messages.launch_messages import Phase, RankStacks
+from mlaunch.protocol.messages import Phase, RankStacks
 from mlaunch.rank import slow_imports
 
 MANY = 512

@@ -22,7 +22,7 @@ from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.caller.options import option_text, option_types
 from mlaunch.caller.options.launch_options import Options, about
 from mlaunch.forkserver import devices
-from mlaunch.protocol.messages.launch_messages import Ready
+from mlaunch.protocol.server_messages import Ready
 from mlaunch.rank.setup import device, environment
 from tests.conftest import ROOT
 

@@ -11,7 +11,7 @@ import pytest
 from mlaunch import launcher
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.leases.caller import other_programs, requests
-from mlaunch.protocol.messages.launch_messages import Ready
+from mlaunch.protocol.server_messages import Ready
 from tests import nvml
 from tests.conftest import TORCH
 

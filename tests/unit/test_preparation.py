@@ -11,7 +11,7 @@ import pytest
 
 from mlaunch.caller.server import prepared_launch as caller_prepared
 from mlaunch.caller.server.warm import warm_server
-from mlaunch.protocol.messages.launch_messages import AgentFailed, AgentStarted, RanksStarting
+from mlaunch.protocol.messages import AgentFailed, AgentStarted, RanksStarting
 from mlaunch.protocol.spec import LaunchSpec
 from tests.contract.conftest import as_users_have_it
 

@@ -10,8 +10,8 @@ from mlaunch.base.fds import OwnedFds
 from mlaunch.forkserver.agents import Launch, begin
 from mlaunch.forkserver.children import Children
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.attached import LaunchFds
-from mlaunch.protocol.messages.launch_messages import Reaped
+from mlaunch.protocol.messages import Reaped
+from mlaunch.protocol.server_messages import LaunchFds
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from mlaunch.core.load import CallerParts
 from mlaunch.core.grants import Grant
 from mlaunch.leases.caller import remnants
 from mlaunch.leases.caller.acquisition import standing
-from mlaunch.protocol.messages.launch_messages import Ready
+from mlaunch.protocol.server_messages import Ready
 
 LEASES = Path(os.environ["MLAUNCH_LEASE_DIR"])
 

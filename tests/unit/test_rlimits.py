@@ -11,7 +11,7 @@ import pytest
 from mlaunch.base import rlimits
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.protocol.messages.launch_messages import Ready
+from mlaunch.protocol.server_messages import Ready
 
 
 def test_a_limit_that_was_met_is_named() -> None:

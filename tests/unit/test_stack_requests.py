@@ -9,7 +9,7 @@ import pytest
 
 from mlaunch.agent.supervision.stack_requests import request
 from mlaunch.protocol import stack_dump
-from mlaunch.protocol.messages.launch_messages import Phase
+from mlaunch.protocol.messages import Phase
 from tests.contract import crashes
 
 

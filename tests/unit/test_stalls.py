@@ -18,7 +18,7 @@ from mlaunch.insight.agent.activity import activity, children_of, file_of
 from mlaunch.insight.caller import stall_signs
 from mlaunch.insight.caller.stall_watch import StallWatch
 from mlaunch.insight.wire import PULSE, WHY, StallTerms
-from mlaunch.protocol.messages.status_messages import TellStatus
+from mlaunch.protocol.messages import Question
 from tests.processes import wait_until
 
 IDLE = {"main": 1.0, "threads": 1.0, "children": 1.0, "bytes": 9, "switches": 5}
@@ -203,7 +203,7 @@ class Watched(Watchers):
     """Those of a launch with these sections. ``sent``: what is asked of its agent."""
 
     def __init__(self, sections: dict[str, object], cluster: object = None) -> None:
-        self.sent = list[TellStatus]()
+        self.sent = list[Question]()
         launch: Any = SimpleNamespace(cluster=cluster, sections=sections)
         super().__init__(launch, self.sent.append, lambda *_: None)
 
@@ -224,7 +224,7 @@ def test_what_a_call_asks_for_is_watched_soon_and_what_each_has_later(clock: Sim
     assert (asked.timeout(), usual.timeout()) == (0.2, 10.0)
     clock.now = 0.2
     asked.take_steps()
-    assert [told.word for told in asked.sent] == [PULSE]
+    assert [told.about for told in asked.sent] == [PULSE]
     clock.now = 10.0
     usual.take_steps()
     assert (usual.sent, usual.timeout()) == ([], 65.0)  # a quarter of what is usual

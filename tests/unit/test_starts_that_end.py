@@ -13,7 +13,7 @@ import pytest
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.caller.server.start_server import Interpreter, start_interpreter
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.launch_messages import Ready
+from mlaunch.protocol.server_messages import Ready
 
 pytest.importorskip("torch", reason="its ranks need torch")
 

@@ -12,7 +12,7 @@ from mlaunch.caller.report.history import History
 from mlaunch.display.caller import bars
 from mlaunch.display.caller.launch_lines import status_lines
 from mlaunch.protocol.board import Board, Loop
-from mlaunch.protocol.messages.launch_messages import Phase
+from mlaunch.protocol.messages import Phase
 
 
 def test_the_speed_of_a_loop_is_that_of_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:

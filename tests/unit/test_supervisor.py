@@ -26,7 +26,8 @@ from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.caller.launch.settle import settle
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.server.warm import warm_server
-from mlaunch.protocol.messages.launch_messages import AnswerKind, DeadlinePassed, Phase, RankAnswered, Ready, ServerGone
+from mlaunch.protocol.messages import AnswerKind, DeadlinePassed, Phase, RankAnswered, ServerGone
+from mlaunch.protocol.server_messages import Ready
 from mlaunch.rank.for_users import progress
 from tests.contract import crashes, functions
 from tests.contract.conftest import the_next_call_works

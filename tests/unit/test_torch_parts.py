@@ -19,7 +19,7 @@ from mlaunch import launcher
 from mlaunch.base import linux
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.protocol.messages.launch_messages import Ready
+from mlaunch.protocol.server_messages import Ready
 from mlaunch.rank.setup import device, environment
 from mlaunch.rendezvous import tcp_store, waiting
 from mlaunch.rendezvous.address import LOOPBACK, listen

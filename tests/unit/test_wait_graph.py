@@ -10,7 +10,7 @@ import pytest
 from mlaunch.caller.running_launches import whole
 from mlaunch.insight.caller.wait_graph import RankView, WaitView, why
 from mlaunch.insight.caller.why_text import of_stacks, sentence, view_of
-from mlaunch.protocol.messages.launch_messages import ANY, GroupNumbers, Operations, Phase, RankStacks
+from mlaunch.protocol.messages import ANY, GroupNumbers, Operations, Phase, RankStacks
 from mlaunch.rank import function
 
 WORLD = (0, 1, 2)

@@ -20,8 +20,8 @@ from mlaunch.caller.server import start_server
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.protocol import error_file
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.launch_messages import Ready, Reaped
-from mlaunch.protocol.messages.server_messages import DeviceCount
+from mlaunch.protocol.messages import Reaped
+from mlaunch.protocol.server_messages import DeviceCount, Ready
 
 
 def fork_server(told: Callable[[Channel], None]) -> ForkServer:

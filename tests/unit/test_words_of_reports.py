@@ -26,15 +26,8 @@ from mlaunch.caller.report.failure_text import in_order, in_words, operation_of,
 from mlaunch.insight.caller.stacks_of_ranks import grouped
 from mlaunch.insight.caller.why_text import view_of
 from mlaunch.protocol import channel, payload
-from mlaunch.protocol.messages.launch_messages import (
-    AnswerKind,
-    Phase,
-    RankAnswered,
-    RankGone,
-    RankStacks,
-    Ready,
-    RemoteError,
-)
+from mlaunch.protocol.messages import AnswerKind, Phase, RankAnswered, RankGone, RankStacks, RemoteError
+from mlaunch.protocol.server_messages import Ready
 from mlaunch.protocol.stack_dump import in_letters
 from mlaunch.pytest.rank import explanation
 from mlaunch.rank import function as rank_function

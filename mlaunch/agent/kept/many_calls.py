@@ -16,7 +16,6 @@ import contextlib
 import os
 import signal
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from mlaunch.agent.questions import Questions
 from mlaunch.agent.rank_process import RankProcess
@@ -24,14 +23,20 @@ from mlaunch.agent.supervision.first_step import NEVER, FirstStep
 from mlaunch.agent.supervision.launch_state import OngoingCall, Supervision
 from mlaunch.agent.supervision.supervisor import Supervisor
 from mlaunch.protocol.channel import FD_LIMIT
-from mlaunch.protocol.messages.control_messages import TellNumbers
-from mlaunch.protocol.messages.kept_messages import CallOver, EndCall, EndRanks, NextCall
-from mlaunch.protocol.messages.launch_messages import Answer, AnswerKind, Errand, RankAnswered
+from mlaunch.protocol.messages import (
+    AgentHears,
+    Answer,
+    AnswerKind,
+    Ask,
+    CallOver,
+    EndCall,
+    EndRanks,
+    Errand,
+    NextCall,
+    RankAnswered,
+)
 from mlaunch.protocol.stack_dump import STACKS_TIMEOUT
 from mlaunch.rank import in_step
-
-if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import AgentHears
 
 _LOOK_DELAY = 0.1  # seconds between looks whether ranks that were asked to stop have answered their launcher
 _CHECK_TIMEOUT = 1.0  # seconds, at least, for ranks that have all come back to compare and meet
@@ -265,7 +270,8 @@ class NumberRequests:
     def ask(self, call: int) -> None:
         """Asks all ranks."""
         self.clear()
-        self._asked = {self._questions.ask(rank, TellNumbers(call), self._take) for rank in self._questions.ranks()}
+        ranks = self._questions.ranks()
+        self._asked = {self._questions.ask(rank, Ask.NUMBERS, self._take, call) for rank in ranks}
 
     def _take(self, rank: int, numbers: in_step.Numbers) -> None:
         self._told[rank] = numbers

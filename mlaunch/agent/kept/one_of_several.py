@@ -10,17 +10,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from mlaunch.agent.kept.many_calls import KeptSupervisor
 from mlaunch.base.fds import memory_file
 from mlaunch.protocol import payload
-from mlaunch.protocol.messages.kept_messages import EndCall, MeetAgain, RanksBack, RanksStand
-from mlaunch.protocol.messages.launch_messages import Errand
+from mlaunch.protocol.messages import AgentHears, EndCall, Errand, MeetAgain, RanksBack, RanksStand
 from mlaunch.rank.in_step import Numbers
-
-if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import AgentHears
 
 
 class KeptPartSupervisor(KeptSupervisor):

@@ -12,13 +12,12 @@ from mlaunch.agent.rank_process import RankProcess
 from mlaunch.agent.supervision.system import System
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.frozen_record import frozen_record
-from mlaunch.protocol.messages.launch_messages import Errand
-from mlaunch.protocol.messages.prepared_messages import Details
+from mlaunch.protocol.messages import AgentHears, AgentsEnd, Errand
 from mlaunch.protocol.result_queue import Results
+from mlaunch.protocol.spec import Details
 
 if TYPE_CHECKING:
     from mlaunch.machines.gate.store_process import StoreProcess
-    from mlaunch.protocol.messages.channels import AgentHears, AgentsEnd
 
 # After a failure nobody waits for the others longer than it takes to tell them.
 _FAREWELL_TIMEOUT = 1.0  # seconds for the other machines to hear of a failure

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 
 from mlaunch.agent.rank_process import RankProcess
 from mlaunch.base.frozen_record import frozen_record
-from mlaunch.protocol.messages.launch_messages import Phase
+from mlaunch.protocol.messages import Phase
 from mlaunch.protocol.stack_dump import ALL_STACKS_SIGNAL, STACK_SIGNAL, STACKS_TIMEOUT, in_letters, is_whole
 
 _READ = 65536  # bytes: a pipe holds no more

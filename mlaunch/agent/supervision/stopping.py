@@ -22,7 +22,7 @@ from mlaunch.agent.supervision.stack_requests import StackRequests, state_of
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.text import last_bytes
 from mlaunch.protocol.channel import TEXT_LIMIT
-from mlaunch.protocol.messages.launch_messages import CAUSE_DELAY, Operations, Phase, RankStacks
+from mlaunch.protocol.messages import CAUSE_DELAY, Operations, Phase, RankStacks
 from mlaunch.protocol.stack_dump import STACKS_TIMEOUT, is_whole
 
 _LEAVING_TIMEOUT = 5.0  # seconds, at least, in which ranks that have all answered end: they run exit handlers

@@ -24,8 +24,9 @@ from mlaunch.base.child_ends import ChildEnds
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.protocol import error_file, failures
 from mlaunch.protocol.channel import pickled
-from mlaunch.protocol.messages.launch_messages import (
+from mlaunch.protocol.messages import (
     CAUSE_DELAY,
+    AgentHears,
     Answer,
     AnswerKind,
     Cancel,
@@ -34,11 +35,10 @@ from mlaunch.protocol.messages.launch_messages import (
     RunCall,
     ServerGone,
 )
-from mlaunch.protocol.messages.prepared_messages import Details
+from mlaunch.protocol.spec import Details
 
 if TYPE_CHECKING:
     from mlaunch.machines.gate.store_process import StoreProcess
-    from mlaunch.protocol.messages.channels import AgentHears
 
 
 class Supervisor:

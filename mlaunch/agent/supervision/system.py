@@ -11,7 +11,7 @@ from mlaunch.agent.supervision import stack_requests
 from mlaunch.base import linux, orphans
 from mlaunch.base.child_ends import ChildEnds
 from mlaunch.base.frozen_record import frozen_record
-from mlaunch.protocol.messages.launch_messages import Phase
+from mlaunch.protocol.messages import Phase
 
 _PIDFD_THREAD = os.O_EXCL  # as the kernel defines it
 _EXIT_CODE = 49  # its place in /proc/PID/stat behind the name

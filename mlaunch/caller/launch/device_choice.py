@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from mlaunch.base.frozen_record import frozen_record
-from mlaunch.protocol.messages.launch_messages import Ready
+from mlaunch.protocol.server_messages import Ready
 from mlaunch.rank.setup import device
 
 _FEW, _MOST_PER_CPU = 64, 8  # ranks on CPUs that nobody has to confirm

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 from mlaunch.base import linux
 from mlaunch.base.exceptions import RankFailure, report_of
 from mlaunch.base.fds import KeptFd
+from mlaunch.base.text import in_bytes
 from mlaunch.caller import interrupts
 from mlaunch.caller.interrupts import EndSignal
 from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.launch.settle import Ended, Steps, add_note, settle
-from mlaunch.caller.launch.status import words_on
 from mlaunch.caller.launch.watchdog import Backing, Killed, Limits, remove_names
 from mlaunch.caller.launch.watched_call import Noticed, Watchers
 from mlaunch.caller.output.relay import Events, Relay
@@ -32,16 +32,27 @@ from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.server.fork_server import ServerGoneError
 from mlaunch.core.grants import Need
 from mlaunch.protocol import visitors
-from mlaunch.protocol.messages.launch_messages import AgentStarted, Cancel, Finished, RankStarted, Reaped
-from mlaunch.protocol.messages.machine_messages import Waiting
-from mlaunch.protocol.messages.part_messages import ForPart, PartSays
-from mlaunch.protocol.messages.prepared_messages import CallBegun
-from mlaunch.protocol.messages.status_messages import StatusTold
+from mlaunch.protocol.messages import (
+    AgentSays,
+    AgentStarted,
+    CallBegun,
+    Cancel,
+    Finished,
+    ForPart,
+    LaunchersEnd,
+    NamesLeft,
+    PartSays,
+    RankStarted,
+    Reaped,
+    Told,
+    Waiting,
+)
 from mlaunch.protocol.spec import LaunchSpec
 
 if TYPE_CHECKING:
     from mlaunch.core.load import CallerParts
-    from mlaunch.protocol.messages.channels import AgentSays, LaunchersEnd
+
+_NAMES = 3  # files in /dev/shm that a sentence shows
 
 
 @dataclass
@@ -281,13 +292,13 @@ class LaunchHandle:
         if isinstance(record, RankStarted):
             pipes, first = fds[record.channels :], self.outcome.spec.rank_start
             self.relay.adopt(record.rank, record.rank - first, pipes, self.history.board)
-        elif isinstance(record, StatusTold):
+        elif isinstance(record, Told):
             self._watchers.take(record.number, visitors.read_status(fds[0]))
         elif isinstance(record, Waiting):
             self.waiting = record.text
         elif isinstance(record, PartSays):
             self._note(record)
-        if words := words_on(self.spec.call.name, record):
+        if words := _words_on(self.spec.call.name, record):
             self.relay.output.say(words)
 
     def _note(self, record: PartSays) -> None:
@@ -301,3 +312,14 @@ class LaunchHandle:
             self._watchers.hold(held=note.holds)
         if note.words:
             self.relay.output.say(note.words)
+
+
+def _words_on(name: str, record: AgentSays) -> str:
+    """Return what to say of a record to the user of the launch; "": nothing."""
+    if isinstance(record, NamesLeft):
+        shown = ", ".join(record.paths[:_NAMES]) + (", ..." if record.paths[_NAMES:] else "")
+        return (
+            f"nobody is left to remove {shown} on host {record.host}, {in_bytes(record.size)} of memory that came "
+            f"during {name} and that no process uses any more"
+        )
+    return f"{name} waits for its other machines, {record.text}" if isinstance(record, Waiting) else ""

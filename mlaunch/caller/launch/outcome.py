@@ -8,15 +8,16 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlaunch.base.exceptions import RankFailure, describe_exit
 from mlaunch.base.frames import is_control_thread, mentions_bottom
 from mlaunch.base.text import name_ranks
 from mlaunch.caller.report.failure_text import summarise
 from mlaunch.protocol import error_file, failures
-from mlaunch.protocol.messages.launch_messages import (
+from mlaunch.protocol.messages import (
     AgentFailed,
+    AgentSays,
     AnswerKind,
     DeadlinePassed,
     RankAnswered,
@@ -25,16 +26,13 @@ from mlaunch.protocol.messages.launch_messages import (
     RankStacks,
     RankStarted,
     Reaped,
+    Refused,
     RemoteError,
     ServerGone,
 )
-from mlaunch.protocol.messages.machine_messages import Refused
 from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.protocol.stack_dump import in_letters
-
-if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import AgentSays
 
 
 @dataclass

@@ -16,7 +16,7 @@ from mlaunch.caller.launch.device_choice import DeviceChoice
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.report import notebook
 from mlaunch.core import load
-from mlaunch.protocol.messages.launch_messages import Ready
+from mlaunch.protocol.server_messages import Ready
 from mlaunch.protocol.settings import of_this_process
 from mlaunch.protocol.spec import CallFacts, Context, LaunchSpec, RankDevices, Restarts, new_launch_id
 from mlaunch.rank.setup import device

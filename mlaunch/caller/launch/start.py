@@ -18,12 +18,11 @@ from mlaunch.caller.server.fork_server import ForkServer, ServerGoneError
 from mlaunch.caller.server.prepared_launch import preparation
 from mlaunch.protocol import calls, explain, instead, payload
 from mlaunch.protocol.calls import Call
-from mlaunch.protocol.messages.prepared_messages import BeginCall, details_of
-from mlaunch.protocol.spec import LaunchSpec
+from mlaunch.protocol.spec import LaunchSpec, details_of
 
 if TYPE_CHECKING:
     from mlaunch.core.grants import Grant
-    from mlaunch.protocol.messages.channels import AgentsEnd, LaunchersEnd
+    from mlaunch.protocol.messages import AgentsEnd, LaunchersEnd
 
 
 def start(
@@ -101,7 +100,7 @@ def _send_call(server: ForkServer, agent: LaunchersEnd, spec: LaunchSpec, call: 
     """Gives a prepared launch its call. An agent that is gone has begun nothing, which is found out later."""
     try:
         with in_memfds([("call", call)]) as memfds:
-            agent.try_send(BeginCall(details_of(spec, len(held))), [*memfds, *held])
+            agent.try_send(details_of(spec, len(held)), [*memfds, *held])
     except BaseException as error:
         agent.close()
         name_culprit(error, call, spec.call.name)

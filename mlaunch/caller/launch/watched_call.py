@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.frozen_record import frozen_record
-from mlaunch.protocol.messages.status_messages import TellStatus
+from mlaunch.protocol.messages import Question
 
 if TYPE_CHECKING:
     from mlaunch.base.exceptions import RankFailure
@@ -63,7 +63,7 @@ class WatchedCall:
 class Watchers:
     """Those of one launch. ``send`` reaches its agent, ``found`` gets what they find."""
 
-    def __init__(self, spec: LaunchSpec, send: Callable[[TellStatus], object], found: TakeNoticed) -> None:
+    def __init__(self, spec: LaunchSpec, send: Callable[[Question], object], found: TakeNoticed) -> None:
         self._spec, self._send, self._found = spec, send, found
         self._watchers: list[Watcher] = []
         self._begun = self._due = _NEVER  # the call; when watchers are made
@@ -111,7 +111,7 @@ class Watchers:
     def _ask(self, word: bytes, take: TakeRanks) -> None:
         self._number += 1
         self._asked[self._number] = take
-        self._send(TellStatus(self._number, word))
+        self._send(Question(self._number, word))
 
     def take(self, number: int, status: Mapping[str, Any]) -> None:
         """Pass on the answer to a question, unless it is of an earlier call."""

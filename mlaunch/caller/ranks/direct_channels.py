@@ -7,18 +7,14 @@ import os
 import pickle
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING
 
 from mlaunch.base.fds import KeptFd
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.attached import DirectFds
-from mlaunch.protocol.messages.kept_messages import DirectAnswer
+from mlaunch.protocol.messages import DirectAnswer, RankHears, RankSays
 from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.result_queue import ResultQueue
-
-if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import RankHears, RankSays
+from mlaunch.protocol.server_messages import DirectFds
 
 
 def _is_nothing() -> bool:

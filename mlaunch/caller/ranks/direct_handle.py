@@ -5,16 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from mlaunch.caller.launch.handle import LaunchHandle
 from mlaunch.caller.ranks.direct_channels import DirectWays
-from mlaunch.protocol.messages.attached import BoardFds
-from mlaunch.protocol.messages.kept_messages import DirectAnswer
-from mlaunch.protocol.messages.launch_messages import AnswerKind, RankAnswered, RanksStarting, RankStarted
-
-if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import AgentSays
+from mlaunch.protocol.messages import AgentSays, AnswerKind, DirectAnswer, RankAnswered, RanksStarting, RankStarted
+from mlaunch.protocol.server_messages import BoardFds
 
 
 @dataclass

@@ -7,7 +7,6 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from mlaunch.caller import interrupts
 from mlaunch.caller.launch.outcome import Outcome
@@ -20,12 +19,17 @@ from mlaunch.caller.ranks.driven import KeptServer
 from mlaunch.caller.ranks.kept_call import KeptCall
 from mlaunch.caller.ranks.settle_call import settle_call, settle_values
 from mlaunch.caller.report.launch_report import LaunchReport
-from mlaunch.protocol.messages.kept_messages import CallOver, DirectAnswer, EndCall, EndRanks, NextCall
-from mlaunch.protocol.messages.launch_messages import Cancel, RanksStarting
+from mlaunch.protocol.messages import (
+    AgentSays,
+    CallOver,
+    Cancel,
+    DirectAnswer,
+    EndCall,
+    EndRanks,
+    NextCall,
+    RanksStarting,
+)
 from mlaunch.protocol.spec import LaunchSpec
-
-if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import AgentSays
 
 _AHEAD = 1.0  # seconds after which a call is no short one
 _CHECK_TIMEOUT = 1.0  # seconds that ranks have to compare and meet, at least

@@ -12,7 +12,7 @@ from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.frames import innermost_users, is_import, is_ours, is_prompt, is_ranks_own, module_of
 from mlaunch.base.text import name_some_ranks
 from mlaunch.caller.report import notebook
-from mlaunch.protocol.messages.launch_messages import Phase, RankStacks
+from mlaunch.protocol.messages import Phase, RankStacks
 from mlaunch.protocol.stack_dump import STATES, is_whole, main_frames
 
 _SHORTENED = 150  # characters of a consequence's message

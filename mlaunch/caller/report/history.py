@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from mlaunch.base.exceptions import describe_exit
 from mlaunch.base.frozen_record import frozen_record
@@ -18,13 +18,10 @@ from mlaunch.caller.output import files
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.report.records import RankReport, Span
 from mlaunch.protocol.board import Board, in_order, read_times
-from mlaunch.protocol.messages.attached import BoardFds
-from mlaunch.protocol.messages.launch_messages import Phase, RankGone, RanksStarting, RankStarted
+from mlaunch.protocol.messages import AgentSays, Phase, RankGone, RanksStarting, RankStarted
 from mlaunch.protocol.report_ring import ReportRing
+from mlaunch.protocol.server_messages import BoardFds
 from mlaunch.protocol.spec import LaunchSpec
-
-if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import AgentSays
 
 # What begins with each phase of a rank, in the words of a report.
 _NAMES = {

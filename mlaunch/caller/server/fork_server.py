@@ -9,7 +9,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlaunch.base import linux
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout, describe_exit
@@ -20,14 +20,21 @@ from mlaunch.caller.server.attachments import in_memfds, standard_streams
 from mlaunch.protocol import error_file, temporary
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.launch_messages import Cancel, NotReady, Ready
-from mlaunch.protocol.messages.prepared_messages import PrepareNext
-from mlaunch.protocol.messages.server_messages import COUNT_TIMEOUT, CountDevices, DeviceCount, Retire, StartLaunch
+from mlaunch.protocol.messages import AgentsEnd, Cancel, LaunchersEnd
 from mlaunch.protocol.payload import Payload
+from mlaunch.protocol.server_messages import (
+    COUNT_TIMEOUT,
+    CountDevices,
+    DeviceCount,
+    NotReady,
+    PrepareNext,
+    Ready,
+    Retire,
+    ServerHears,
+    ServerSays,
+    StartLaunch,
+)
 from mlaunch.protocol.spec import LaunchSpec
-
-if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import AgentsEnd, LaunchersEnd, ServerHears, ServerSays
 
 _QUIET_TIME = 0.5  # seconds in which nobody wonders
 _IMPORT_TIMEOUT = 60.0  # seconds beyond the deadline in which torch may come from a slow disk

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import threading
-from typing import TYPE_CHECKING
 
 from mlaunch.agent.supervision.stack_requests import STOPPED, state_of
 from mlaunch.base import linux
@@ -16,12 +15,8 @@ from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.features import served_apart
 from mlaunch.protocol import registry
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.launch_messages import AgentFailed, AgentStarted, RanksStarting
-from mlaunch.protocol.messages.prepared_messages import shape_of
-from mlaunch.protocol.spec import LaunchSpec
-
-if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import AgentsEnd, LaunchersEnd
+from mlaunch.protocol.messages import AgentFailed, AgentsEnd, AgentStarted, LaunchersEnd, RanksStarting
+from mlaunch.protocol.spec import LaunchSpec, shape_of
 
 _DEATH_TIMEOUT = 5.0  # seconds for a killed agent
 _RANKS_PER_CORE, _FEW_RANKS = 2, 8  # up to which they are prepared, whichever is more

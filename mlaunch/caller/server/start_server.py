@@ -28,7 +28,7 @@ from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
 
 if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import ServerHears, ServerSays
+    from mlaunch.protocol.server_messages import ServerHears, ServerSays
 
 _BOOTSTRAP = "import sys; sys.path[:] = sys.argv[3:]; from mlaunch.forkserver.main import main; main({}, {}, {})"
 # Forking copies page tables, and torch fills a heap of 80 MiB. On huge pages a fork costs half.

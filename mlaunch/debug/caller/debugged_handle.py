@@ -16,13 +16,10 @@ from mlaunch.debug.caller.stopped_ranks import StoppedRanks, question
 from mlaunch.debug.wire import NAME, HoldDeadline, OpenPrompt
 from mlaunch.protocol import failures, visitors
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.launch_messages import RankStarted
-from mlaunch.protocol.messages.part_messages import ForPart
-from mlaunch.protocol.messages.status_messages import StatusTold, TellStatus
+from mlaunch.protocol.messages import AgentSays, ForPart, Question, RankStarted, Told
 
 if TYPE_CHECKING:
     from mlaunch.debug.wire import DebuggersEnd
-    from mlaunch.protocol.messages.channels import AgentSays
 
 _WHO = -1  # the number of a question that the watch for stalls does not ask
 
@@ -66,7 +63,7 @@ class DebuggedHandle(LaunchHandle):
     def _show(self, record: AgentSays, fds: Sequence[int]) -> None:
         if isinstance(record, RankStarted):
             self._open_prompt(record.rank)
-        if isinstance(record, StatusTold) and record.number == _WHO:
+        if isinstance(record, Told) and record.number == _WHO:
             self._tells_who = False
             self._stopped.tell_who(visitors.read_status(fds[0])["ranks"])
         else:
@@ -110,7 +107,7 @@ class DebuggedHandle(LaunchHandle):
 
     def _ask_who(self) -> None:
         self._tells_who = True
-        self.agent.try_send(TellStatus(_WHO, question()))
+        self.agent.try_send(Question(_WHO, question()))
 
     def _drive(self, rank: int, over: int) -> bool:
         """Drives the launch until ``over`` can be read; False if the rank waits for no answer any more."""

@@ -10,7 +10,7 @@ from mlaunch.caller.report.history import History
 from mlaunch.display.caller.bars import loops
 from mlaunch.protocol import late_imports
 from mlaunch.protocol.board import Board
-from mlaunch.protocol.messages.launch_messages import Phase
+from mlaunch.protocol.messages import Phase
 
 _RUNNING = {Phase.RUNNING, Phase.COMMANDED, Phase.ANSWERING, Phase.RETURNED, Phase.LEAVING}
 _RUNNING |= {Phase.IDLE}  # a rank that stays has come back, or is about to begin

@@ -27,32 +27,31 @@ from mlaunch.engines.wire.member_messages import (
     ServerEnded,
 )
 from mlaunch.protocol.board import Board
-from mlaunch.protocol.messages.attached import BoardFds
-from mlaunch.protocol.messages.kept_messages import (
+from mlaunch.protocol.messages import (
+    AgentSays,
+    AgentStarted,
     CallOver,
+    Cancel,
     EndCall,
     EndRanks,
+    Finished,
+    ForPart,
     MeetAgain,
     NextCall,
-    RanksBack,
-    RanksStand,
-)
-from mlaunch.protocol.messages.launch_messages import (
-    AgentStarted,
-    Cancel,
-    Finished,
+    PartSays,
     RankAnswered,
     RankGone,
+    RanksBack,
+    RanksStand,
     RanksStarting,
     RankStarted,
     Reaped,
 )
-from mlaunch.protocol.messages.part_messages import ForPart, PartSays
 from mlaunch.protocol.payload import Payload
+from mlaunch.protocol.server_messages import BoardFds
 
 if TYPE_CHECKING:
     from mlaunch.engines.wire.member_streams import MembersStream
-    from mlaunch.protocol.messages.channels import AgentSays
 
 _READ, _PIPE = 32768, 65536  # bytes of what a rank prints: read at once, and in a pipe at most
 _FULL = 1 << 20  # bytes that wait to be sent, above which ranks that print must wait

@@ -14,8 +14,7 @@ from mlaunch.caller.launch.plan import Attempt, ThisMachine, place, plan
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.server.warm import warm_server
 from mlaunch.engines.wire.member_messages import AskOffer, Offer, Start
-from mlaunch.protocol.messages.prepared_messages import with_details
-from mlaunch.protocol.spec import LaunchSpec, Nodes, Target
+from mlaunch.protocol.spec import LaunchSpec, Nodes, Target, with_details
 from mlaunch.rendezvous.address import addresses, identity, is_taken
 
 _STREAMS = (1, 2)

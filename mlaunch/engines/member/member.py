@@ -43,9 +43,7 @@ from mlaunch.engines.wire.member_messages import (
     versions,
 )
 from mlaunch.protocol.channel import assert_never
-from mlaunch.protocol.messages.kept_messages import EndCall, EndRanks, MeetAgain, NextCall
-from mlaunch.protocol.messages.launch_messages import Cancel
-from mlaunch.protocol.messages.part_messages import ForPart
+from mlaunch.protocol.messages import Cancel, EndCall, EndRanks, ForPart, MeetAgain, NextCall
 
 if TYPE_CHECKING:
     from mlaunch.engines.wire.member_streams import MemberHears, MembersStream

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from mlaunch.engines.wire.member_messages import Look, Reports, Rows, Seen
 from mlaunch.protocol import registry
 from mlaunch.protocol.board import Board
-from mlaunch.protocol.messages.launch_messages import RanksStarting
+from mlaunch.protocol.messages import RanksStarting
 
 if TYPE_CHECKING:
     from mlaunch.engines.wire.member_streams import MembersStream

@@ -16,11 +16,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mlaunch._version import __version__
-from mlaunch.protocol.messages.prepared_messages import Details
-from mlaunch.protocol.spec import Target
+from mlaunch.protocol.spec import Details, Target
 
 if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import AgentSays
+    from mlaunch.protocol.messages import AgentSays
 
 MARK = b"mlaunch-member "
 MODULE = "mlaunch.engines.member.main"

@@ -27,9 +27,7 @@ from mlaunch.engines.wire.member_messages import (
     Start,
 )
 from mlaunch.engines.wire.mux import Carried
-from mlaunch.protocol.messages.kept_messages import EndCall, EndRanks, MeetAgain, NextCall
-from mlaunch.protocol.messages.launch_messages import Cancel
-from mlaunch.protocol.messages.part_messages import ForPart, PartSays
+from mlaunch.protocol.messages import Cancel, EndCall, EndRanks, ForPart, MeetAgain, NextCall, PartSays
 
 # A caller and a member; of a launch what its agent is to hear, too.
 MemberHears = (

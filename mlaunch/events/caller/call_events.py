@@ -12,7 +12,7 @@ from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.launch.watched_call import Noticed
 from mlaunch.core.parts import CallerPart, Spell
 from mlaunch.events.caller.sinks import CallableSink, EventSink, FileSink
-from mlaunch.protocol.messages.launch_messages import RankGone, RanksStarting, RankStarted
+from mlaunch.protocol.messages import RankGone, RanksStarting, RankStarted
 from mlaunch.protocol.spec import LaunchSpec
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from mlaunch.agent.supervision.stack_requests import state_of
 from mlaunch.core.parts import AgentPart
 from mlaunch.insight.agent.activity import activity, asleep, children_of, file_of, resident
 from mlaunch.insight.wire import ALL_STACKS, PULSE, STACKS, WATCH, WHY
-from mlaunch.protocol.messages.launch_messages import Operations
+from mlaunch.protocol.messages import Operations
 from mlaunch.protocol.stack_dump import STACKS_TIMEOUT, STATES, main_frames, text_of
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mlaunch.core.parts import Spell
     from mlaunch.insight.caller.stacks_of_ranks import StacksOfRanks
     from mlaunch.insight.caller.stall_watch import StallWatch
-    from mlaunch.protocol.messages.launch_messages import RankStacks
+    from mlaunch.protocol.messages import RankStacks
 
 
 _STACKS_TIMEOUT = 5.0  # seconds for a launch to tell

@@ -12,7 +12,7 @@ from typing import Any
 
 from mlaunch.base.text import in_two_units, name_some_ranks
 from mlaunch.insight.caller.why_text import has_returned, is_outside, sentence, view_of
-from mlaunch.protocol.messages.launch_messages import Phase
+from mlaunch.protocol.messages import Phase
 
 Ranks = Sequence[Mapping[str, Any]]  # each as its agent tells of it
 APART = 1.0  # seconds between the two

@@ -17,7 +17,7 @@ from dataclasses import field
 
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.text import name_some_ranks
-from mlaunch.protocol.messages.launch_messages import ANY
+from mlaunch.protocol.messages import ANY
 
 # By name of the group: its members, and the number of the latest collective that the rank has entered.
 Entered = Mapping[str, tuple[tuple[int, ...], int]]

@@ -8,7 +8,6 @@ import socket
 import time
 from collections.abc import Iterable
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING
 
 from mlaunch._version import __version__
 from mlaunch.agent.peers import Joined
@@ -19,12 +18,10 @@ from mlaunch.machines.agent.linked_peers import LinkedPeers, silence
 from mlaunch.machines.gate.membership import Join
 from mlaunch.machines.gate.store_process import GateConfig, StoreProcess
 from mlaunch.machines.link.link_handle import Link
-from mlaunch.protocol.messages.machine_messages import Planned, Refused, Waiting
+from mlaunch.machines.wire.link_messages import Planned
+from mlaunch.protocol.messages import AgentsEnd, Refused, Waiting
 from mlaunch.protocol.spec import Agreed, LaunchSpec, Nodes, Rendezvous, Restarts
 from mlaunch.rendezvous.address import listen_as_master
-
-if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import AgentsEnd
 
 
 def join_machines(

@@ -11,16 +11,9 @@ from mlaunch.agent.peers import Peers
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.machines.gate.membership import shortened
 from mlaunch.machines.link.link_handle import Link
+from mlaunch.machines.wire.link_messages import AllGone, Beat, Done, Planned
 from mlaunch.protocol.channel import assert_never
-from mlaunch.protocol.messages.machine_messages import (
-    AllGone,
-    Beat,
-    Done,
-    Planned,
-    Refused,
-    Waiting,
-)
-from mlaunch.protocol.messages.part_messages import ForPart, PartSays
+from mlaunch.protocol.messages import ForPart, PartSays, Refused, Waiting
 
 _LINK = "the process that talks to the other machines"  # as messages call it
 

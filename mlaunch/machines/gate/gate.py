@@ -24,7 +24,7 @@ from mlaunch.machines.gate.gate_stop import GateStop
 from mlaunch.machines.gate.roster import Roster
 from mlaunch.machines.gate.store_service import serve_store
 from mlaunch.machines.wire import control_protocol
-from mlaunch.protocol.messages.launch_messages import CAUSE_DELAY
+from mlaunch.protocol.messages import CAUSE_DELAY
 from mlaunch.rendezvous.store_keys import StoreKeys
 
 _CLOSE_TIMEOUT = 1.0  # seconds for the others to close when all is over

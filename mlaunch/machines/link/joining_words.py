@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from mlaunch.machines.wire import control_protocol
-from mlaunch.protocol.messages.machine_messages import Waiting
+from mlaunch.protocol.messages import Waiting
 
 # Most launches have all their machines by then, and print nothing.
 _FIRST_WORD_DELAY = 2.0  # seconds before the first word on what is waited for

@@ -15,7 +15,7 @@ from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.spec import Rendezvous
 
 if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import LinkHears, LinkSays
+    from mlaunch.machines.wire.link_messages import LinkHears, LinkSays
 
 
 class Link:

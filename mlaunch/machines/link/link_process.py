@@ -18,7 +18,7 @@ import os
 import socket
 from collections.abc import Coroutine
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.text import printable
@@ -28,15 +28,11 @@ from mlaunch.machines.link import stop_words
 from mlaunch.machines.link.joining_words import JoiningWords
 from mlaunch.machines.link.streams import RankStreams
 from mlaunch.machines.wire import control_protocol
+from mlaunch.machines.wire.link_messages import AllGone, Beat, Done, LinkHears, LinkSays, Planned
 from mlaunch.protocol.channel import Channel, assert_never
-from mlaunch.protocol.messages.launch_messages import CAUSE_DELAY
-from mlaunch.protocol.messages.machine_messages import AllGone, Beat, Done, Planned, Refused
-from mlaunch.protocol.messages.part_messages import PartSays
+from mlaunch.protocol.messages import CAUSE_DELAY, PartSays, Refused
 from mlaunch.protocol.spec import Rendezvous
 from mlaunch.rendezvous.address import interface_of
-
-if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import LinkHears, LinkSays
 
 _HANDSHAKE_TIMEOUT = 60.0  # seconds: others may be before us, and a gate that says nothing is given up for good
 _OF_SILENCE = "is that machine cut off, or was a process there stopped (SIGSTOP)? heartbeat_timeout= allows for more"

@@ -21,7 +21,7 @@ from mlaunch.agreed_stop.wire import (
 )
 from mlaunch.base.text import printable
 from mlaunch.machines.wire.control_protocol import Record
-from mlaunch.protocol.messages.part_messages import ForPart, PartSays
+from mlaunch.protocol.messages import ForPart, PartSays
 
 _CALL = 0  # the number of the one call of such a launch
 _REASON = 100  # bytes

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from mlaunch.base.text import ranges
 from mlaunch.caller.launch.plan import Attempt, ThisMachine
-from mlaunch.protocol.messages.launch_messages import Ready
+from mlaunch.protocol.server_messages import Ready
 from mlaunch.protocol.spec import LaunchSpec, Nodes
 from mlaunch.rank.joining.recognise import OWNER
 from mlaunch.rank.setup import device

@@ -26,7 +26,7 @@ from typing import Any, TextIO
 
 from mlaunch.base.misuse import misuse
 from mlaunch.protocol import error_file, sources
-from mlaunch.protocol.messages.launch_messages import Phase
+from mlaunch.protocol.messages import Phase
 from mlaunch.protocol.spec import Target
 from mlaunch.rank.base import Rank, RankArgs
 from mlaunch.rank.remote_error import below_ours

@@ -31,7 +31,7 @@ from mlaunch.warm.wire import import_facts, zygote_place
 from mlaunch.warm.wire.zygote_messages import AskFork, CallersProcess, Forked, ForkEnded, NotForked, NotServed
 
 if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import ServerHears, ServerSays
+    from mlaunch.protocol.server_messages import ServerHears, ServerSays
     from mlaunch.warm.wire.zygote_messages import ZygoteHears, ZygoteSays
 
 _PATIENCE = 5.0  # seconds for a fork, which takes 20 ms; a server of our own takes seconds, too

@@ -24,7 +24,7 @@ from mlaunch.caller.server.attachments import in_memfds
 from mlaunch.caller.server.start_server import with_huge_heap
 from mlaunch.protocol import registry, token
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.launch_messages import NotReady
+from mlaunch.protocol.server_messages import NotReady
 from mlaunch.warm.wire import import_facts, zygote_place
 from mlaunch.warm.wire.zygote_messages import AskZygote, KeepZygote, NotServed, ZygoteState
 

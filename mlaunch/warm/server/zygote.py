@@ -25,7 +25,7 @@ from mlaunch.base.peer_process import differences_to_peer, is_this_user
 from mlaunch.forkserver.main import serve
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel, assert_never
-from mlaunch.protocol.messages.launch_messages import Ready
+from mlaunch.protocol.server_messages import Ready
 from mlaunch.warm.server.import_record import ImportRecord
 from mlaunch.warm.server.loaded_files import LoadedFiles
 from mlaunch.warm.server.takeover import take_over

@@ -20,7 +20,7 @@ from mlaunch.forkserver import imports, preloads
 from mlaunch.forkserver.huge_pages import settle
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages.launch_messages import NotReady
+from mlaunch.protocol.server_messages import NotReady
 from mlaunch.rank.setup import device
 from mlaunch.warm.server.import_record import ImportRecord
 from mlaunch.warm.server.loaded_files import LoadedFiles

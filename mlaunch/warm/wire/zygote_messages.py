@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mlaunch.base.frozen_record import frozen_record
-from mlaunch.protocol.messages.launch_messages import NotReady
+from mlaunch.protocol.server_messages import NotReady
 
 
 @frozen_record

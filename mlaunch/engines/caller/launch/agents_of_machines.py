@@ -36,23 +36,27 @@ from mlaunch.engines.wire.member_messages import (
 from mlaunch.protocol import failures
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import Channel, assert_never
-from mlaunch.protocol.messages.launch_messages import (
+from mlaunch.protocol.messages import (
     AgentFailed,
+    AgentHears,
+    AgentSays,
     Cancel,
     DeadlinePassed,
     Finished,
+    ForPart,
+    LaunchersEnd,
+    PartSays,
     RankGone,
     RanksStarting,
     RankStarted,
     Reaped,
+    Refused,
+    Waiting,
 )
-from mlaunch.protocol.messages.machine_messages import Refused, Waiting
-from mlaunch.protocol.messages.part_messages import ForPart, PartSays
 
 if TYPE_CHECKING:
     from mlaunch.core.load import CallerParts
     from mlaunch.engines.wire.member_streams import MemberHears, MemberSays
-    from mlaunch.protocol.messages.channels import AgentHears, AgentSays, LaunchersEnd
 
 
 class MergedAgent:

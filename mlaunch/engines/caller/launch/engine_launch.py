@@ -34,8 +34,16 @@ from mlaunch.engines.wire.member_messages import AskOffer, Offer, Start
 from mlaunch.protocol import settings
 from mlaunch.protocol import token as tokens
 from mlaunch.protocol.calls import Call
-from mlaunch.protocol.messages.prepared_messages import details_of
-from mlaunch.protocol.spec import CallFacts, Context, LaunchSpec, RankDevices, Restarts, Target, new_launch_id
+from mlaunch.protocol.spec import (
+    CallFacts,
+    Context,
+    LaunchSpec,
+    RankDevices,
+    Restarts,
+    Target,
+    details_of,
+    new_launch_id,
+)
 from mlaunch.rendezvous.address import LOOPBACK
 
 # What this process does with a launch, which machines need not know; or what an engine decides.

@@ -11,27 +11,30 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from mlaunch.engines.caller.launch.agents_of_machines import MergedAgent
 from mlaunch.engines.caller.launch.machine import Machine
 from mlaunch.engines.caller.launch.timeouts import EndOf, Patience
 from mlaunch.engines.caller.launch.visitors_of_machines import Lookout
 from mlaunch.protocol import payload
-from mlaunch.protocol.messages.kept_messages import (
+from mlaunch.protocol.messages import (
+    AgentHears,
+    AgentSays,
+    AnswerKind,
     CallOver,
+    Cancel,
+    DeadlinePassed,
     EndCall,
     EndRanks,
     MeetAgain,
     NextCall,
+    RankAnswered,
+    RankGone,
     RanksBack,
     RanksStand,
+    Reaped,
 )
-from mlaunch.protocol.messages.launch_messages import AnswerKind, Cancel, DeadlinePassed, RankAnswered, RankGone, Reaped
 from mlaunch.rank import in_step
-
-if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import AgentHears, AgentSays
 
 
 class _State(enum.Enum):

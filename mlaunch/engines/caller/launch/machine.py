@@ -29,11 +29,10 @@ from mlaunch.engines.wire.member_messages import (
     versions,
 )
 from mlaunch.protocol.board import Board
-from mlaunch.protocol.messages.launch_messages import RankAnswered, RankGone, RankStarted
+from mlaunch.protocol.messages import AgentSays, RankAnswered, RankGone, RankStarted
 
 if TYPE_CHECKING:
     from mlaunch.engines.wire.member_streams import CallersStream
-    from mlaunch.protocol.messages.channels import AgentSays
 
 _TAIL = 20  # lines of what it wrote to standard error
 _READ = 65536

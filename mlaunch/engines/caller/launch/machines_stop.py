@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING
 
 from mlaunch.agreed_stop.wire import (
     NAME,
@@ -21,10 +20,7 @@ from mlaunch.agreed_stop.wire import (
 from mlaunch.base.text import printable
 from mlaunch.engines.caller.launch.machine import Machine
 from mlaunch.engines.caller.launch.visitors_of_machines import Lookout
-from mlaunch.protocol.messages.part_messages import ForPart, PartSays
-
-if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import AgentSays
+from mlaunch.protocol.messages import AgentSays, ForPart, PartSays
 
 _REASON = 100  # bytes
 

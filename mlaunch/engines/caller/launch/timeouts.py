@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 
 from mlaunch.engines.caller.launch.machine import Machine
 from mlaunch.engines.caller.lease import interval
-from mlaunch.protocol.messages.machine_messages import MachineSilent
+from mlaunch.protocol.messages import PartSays
 
 EndOf = Callable[[Machine], tuple[str, str]]  # what the engine knows of it, and what its member wrote last
 _MISSED = 2.5  # signs of life without an answer
@@ -47,7 +47,7 @@ class Patience:
         self._lift_at = math.inf if lifts else self._lift_at
         return gives_up, lifts
 
-    def news(self, machines: Collection[Machine], end_of: EndOf) -> Iterator[MachineSilent]:
+    def news(self, machines: Collection[Machine], end_of: EndOf) -> Iterator[PartSays]:
         """Yields what is to be told of machines that do not answer any more, of each once until it does."""
         if time.monotonic() < self._look_at:
             return
@@ -57,5 +57,5 @@ class Patience:
             if machine.number not in self._silent:
                 guess = f"is it cut off, or was its member stopped? kill -CONT {machine.pid} there continues that"
                 why = end_of(machine)[0] or guess
-                yield MachineSilent(f"host {machine.host} has not answered for {self._silence:g} s: {why}")
+                yield PartSays("engines", f"host {machine.host} has not answered for {self._silence:g} s: {why}")
         self._silent = {machine.number for machine in silent}

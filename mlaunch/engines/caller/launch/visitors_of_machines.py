@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlaunch.agreed_stop import wire as agreed_stop
 from mlaunch.base.fds import close_in_forks
@@ -18,12 +18,9 @@ from mlaunch.base.linux import working_directory
 from mlaunch.engines.caller.launch.machine import Machine
 from mlaunch.engines.wire.member_messages import Look
 from mlaunch.protocol import registry
-from mlaunch.protocol.messages.status_messages import TellStatus
+from mlaunch.protocol.messages import AgentHears, AgentsEnd, Question
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.protocol.visitors import Reception, answer, tell_launcher
-
-if TYPE_CHECKING:
-    from mlaunch.protocol.messages.channels import AgentHears, AgentsEnd
 
 _ID_SHOWN = 8
 _PATIENCE = 3.0  # seconds for the machines to answer: a visitor waits for five
@@ -106,9 +103,9 @@ class Lookout:
 
     def obey(self, record: AgentHears, there: Sequence[Machine], launcher: AgentsEnd) -> bool:
         """Tells the launch's handle what the record asks for; False if the record is about something else."""
-        if isinstance(record, TellStatus):
-            self.ask(record.word, there, functools.partial(tell_launcher, launcher, record.number))
-        return isinstance(record, TellStatus)
+        if isinstance(record, Question) and isinstance(record.about, bytes):
+            self.ask(record.about, there, functools.partial(tell_launcher, launcher, record.number))
+        return isinstance(record, Question)
 
     def ask(self, word: bytes, there: Sequence[Machine], tell: Callable[[Mapping[str, Any]], None]) -> None:
         """Asks the machines that are ``there``; ``tell`` gets the status of all."""

@@ -1,50 +1,39 @@
-"""The records that cross process boundaries, each written once.
+"""The records that the processes of a launch send each other, each written once. ``server_messages`` has the others.
 
-launcher -> fork server   see server_messages.py
-fork server -> launcher   Ready or NotReady
-launcher -> agent         Cancel                                (the launch's own socket; its end means: caller gone)
-launcher and agent        see kept_messages.py                  (ranks that stay between calls)
-agent -> rank             RunCall, AnswerFile, Release          (a channel for each rank)
-rank -> agent             Answer                                (the result queue)
-agent -> launcher         all that begins with Rank, DeadlinePassed, ServerGone, NamesLeft, AgentFailed, Finished
-link and agent            see machine_messages.py               (launches over several machines)
-fork server -> launcher   AgentStarted; Reaped                  (the launch's last word)
+launcher -> agent     Cancel, Question; Details                 (the launch's own socket; its end means: caller gone)
+agent -> launcher     all that begins with Rank, DeadlinePassed, ServerGone, NamesLeft, AgentFailed, Told, Finished
+fork server -> launcher   AgentStarted; Reaped                  (the launch's first and last word, on that socket)
+agent -> rank         RunCall, AnswerFile, Release              (a channel for each rank)
+rank -> agent         Answer                                    (the result queue)
+agent -> rank         Question, ForPart                         (a channel to its control thread)
+rank -> agent         Told                                      (the answer is in a memfd that came with the question)
+
+A launch that was prepared gets its ``Details`` when its call comes, and says CallBegun; one that ends without that has
+run nothing. Ranks that stay:
+
+launcher -> agent     NextCall, EndCall, EndRanks, MeetAgain
+launcher -> rank      DirectCall                                (instead of NextCall, if all ranks are on this machine)
+rank -> launcher      DirectAnswer                              (to such a call, if it is a small value)
+agent -> launcher     CallOver                                  (over several machines also RanksStand, RanksBack)
+
+Features' parts in these processes send each other ForPart, away from the caller, and PartSays, towards it.
 """
 
 from __future__ import annotations
 
 import enum
 import signal
+from typing import NoReturn, TypeAlias
 
+from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.frozen_record import frozen_record
-from mlaunch.protocol.messages.prepared_messages import Details
+from mlaunch.protocol.channel import Channel
+from mlaunch.protocol.spec import Details
 
 Frames = tuple[tuple[str, str, str], ...]  # file, line and name, innermost first
 Counts = tuple[tuple[int, int], ...]  # messages, by global rank
 ANY = -1  # a rank that receives from whoever sends
 CAUSE_DELAY = 0.1  # seconds in which the cause may follow its consequence
-
-
-@frozen_record
-class Ready:
-    """What the fork server's torch offers. ``accelerator`` is the kind it was built for, None for a CPU build.
-
-    ``lacks``: what mlaunch takes of it and it has not, in a sentence.
-    """
-
-    torch_version: str
-    accelerator: str | None
-    backends: tuple[str, ...]
-    own_backend: str | None = None  # the one that torch takes for tensors of that kind
-    runtime: str | None = None  # whose variables hide devices: "rocm" where the kind is "cuda"
-    lacks: str = ""
-
-
-@frozen_record
-class NotReady:
-    """Why the fork server cannot serve: the traceback of an import that failed, or one line that says it all."""
-
-    reason: str
 
 
 @frozen_record
@@ -317,3 +306,168 @@ class RemoteError:
     host: str
     device: str
     pickled: bytes | None
+
+
+@frozen_record
+class Waiting:
+    """What the launch waits for while machines join, for people."""
+
+    text: str
+
+
+@frozen_record
+class Refused:
+    """The machines do not come together, and why. ``late``: because the time for it is over."""
+
+    text: str
+    late: bool = False
+
+
+@frozen_record
+class CallBegun:
+    """The ranks of a prepared launch were there, and have been sent the call."""
+
+
+@frozen_record
+class ForPart:
+    """A word for a feature's part. ``call``: the number of the call that it is about."""
+
+    feature: str
+    call: int
+    word: object
+
+
+@frozen_record
+class PartSays:
+    """What a feature's part has for its part nearer to the caller."""
+
+    feature: str
+    news: object
+
+
+class Ask(enum.Enum):
+    """What an agent asks the control thread of a rank."""
+
+    NUMBERS = "the numbers of the operations that it has entered since the call of ``Question.call`` began"
+    ENTERED = "the number of the latest operation that it has entered in each of its process groups"
+    TURNS = "how often its function has come by what features count: a larger number is progress"
+    PLACE = "the Python frames of its main thread, as ``stack_dump.main_frames`` returns them"
+
+
+@frozen_record
+class Question:
+    """Asks a rank something, whatever its main thread does; or an agent, as who looks at a launch (``visitors.py``).
+
+    ``number``: as the one who asks counts questions. Attached, for a rank: the memfd for the answer.
+    """
+
+    number: int
+    about: Ask | ForPart | bytes
+    call: int = 0
+
+
+@frozen_record
+class Told:
+    """The question of this number is answered. Attached, by an agent: a status in JSON."""
+
+    number: int
+
+
+# Ranks that stay
+
+# Plain tuples: to find a class for each record would cost processes that wake for a short call too much.
+
+# The call's number, and the call; if it is empty, that is in the attached memfd.
+DirectCall = tuple[int, bytes]
+# The local rank, the call's number, the modules as in Answer, and the value.
+DirectAnswer = tuple[int, int, str, bytes]
+
+
+@frozen_record
+class NextCall:
+    """Makes ranks that stay run their next call. ``data``: the call; empty: it is in the attached memfd.
+
+    ``deadline``: seconds, None: no limit.
+    """
+
+    number: int
+    deadline: float | None
+    data: bytes = b""
+
+
+@frozen_record
+class EndCall:
+    """Asks to end this call as Ctrl-C would, and to find out whether the ranks can go on. An older one's is over.
+
+    ``late``: seconds of its deadline, which its launcher has kept and which has passed; None: it is ended otherwise.
+    """
+
+    number: int
+    late: float | None = None
+
+
+@frozen_record
+class CallOver:
+    """All ranks that stay have come back from a call, and can take the next one.
+
+    ``answers``: the last ones, up to as many as a record can carry the memfds of. Attached, in this order: those of
+    answers without data.
+    """
+
+    number: int
+    answers: tuple[RankAnswered, ...] = ()
+
+
+@frozen_record
+class RanksStand:
+    """Tells where a machine's ranks stand in a call that is to end. ``back``: global ranks that have come back from it.
+
+    Attached: a memfd with the numbers of those that have told them, by global rank. The launcher, who hears all
+    machines, finds out whether somebody works in vain.
+    """
+
+    number: int
+    back: tuple[int, ...]
+
+
+@frozen_record
+class RanksBack:
+    """A machine's ranks have come back from a call that did not end by itself. Attached: as of RanksStand, of all.
+
+    It is for the launcher to compare these.
+    """
+
+    number: int
+
+
+@frozen_record
+class MeetAgain:
+    """Says that the numbers of all machines' ranks agree: they are to meet, after which this call is over."""
+
+    number: int
+
+
+@frozen_record
+class EndRanks:
+    """Asks ranks that stay to leave; they are stopped after the grace period."""
+
+
+# Who sends what. A channel is typed by what comes and what goes: ``Channel[RankSays, RankHears]`` is the agent's end of
+# its channel to a rank, ``Channel[RankHears, RankSays]`` the rank's. So a type checker finds a record that is sent to
+# somebody who does not take it, and one that a receiver forgets.
+
+# A launcher and the launch's agent. The fork server says the first word and the last one.
+AgentHears = (Details | Cancel | Question) | (NextCall | EndCall | EndRanks | MeetAgain) | ForPart
+AgentSays = (
+    (AgentStarted | AgentFailed | CallBegun | RanksStarting | RankStarted | RankAnswered | RankStacks | RankGone)
+    | (DeadlinePassed | ServerGone | NamesLeft | Finished | Reaped | Told)
+    | (CallOver | RanksStand | RanksBack | PartSays)
+    | (Waiting | Refused | RankFailure)
+)
+LaunchersEnd: TypeAlias = Channel[AgentSays, AgentHears]
+AgentsEnd: TypeAlias = Channel[AgentHears, AgentSays]
+# An agent and one of its ranks, which answers on the result queue; and this rank's control thread.
+RankHears = RunCall | AnswerFile | Release | DirectCall
+RankSays = NoReturn
+ControlHears = Question | ForPart
+ControlSays = Told

@@ -1,1 +1,0 @@
-"""The records that processes send each other."""
