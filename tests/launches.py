@@ -24,8 +24,8 @@ from mlaunch.caller import running_launches
 from mlaunch.caller.server.prepared_launch import preparation
 from mlaunch.caller.server.warm import warm_server
 from mlaunch.protocol import registry
+from mlaunch.protocol.board import REPORTS_KEPT
 from mlaunch.protocol.messages import Phase
-from mlaunch.protocol.report_ring import ENTRIES as REPORTS_KEPT
 from mlaunch.protocol.stack_dump import STACK_SIGNAL
 from mlaunch.rank.for_users import progress
 
@@ -568,7 +568,7 @@ def have_cpus(patch: pytest.MonkeyPatch, count: int) -> None:
 
 def check_share(ranks: int, cpus: int) -> None:
     """ValueError if these are more ranks than anybody means on so many CPUs."""
-    import_module("mlaunch.caller.launch.device_choice").check_share(ranks, cpus)
+    import_module("mlaunch.caller.launch.plan").check_share(ranks, cpus)
 
 
 def let_ranks_need(patch: pytest.MonkeyPatch, size: int) -> None:

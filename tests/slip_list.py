@@ -942,7 +942,7 @@ SLIPS = (
         "values",
         "culprit_of_an_argument",
         "rank/function.py",
-        "            if found := receiving.culprit(*content.parts()):\n"
+        "            if found := unreadable_call.culprit(*content.parts()):\n"
         '                BaseException.__setattr__(error, "__notes__", [*getattr(error, "__notes__", []), found])\n',
         "",
         ("contract/test_values.py::test_an_object_that_a_rank_cannot_unpickle_is_named",),

@@ -15,9 +15,7 @@ from collections.abc import Iterator, Sequence
 
 from mlaunch.base.fds import KeptFd, fix_size, memory_file
 from mlaunch.base.frozen_record import frozen_record
-from mlaunch.protocol import report_ring
 from mlaunch.protocol.messages import Phase
-from mlaunch.protocol.report_ring import ReportRing
 
 _HEAD = 64  # bytes before the first row
 _CALL = struct.Struct("=I")
@@ -36,7 +34,14 @@ _PLACE_LIMIT = 128  # bytes
 _STAMPS_AT = _PLACE_AT + _PLACE_LIMIT
 _ROW = _STAMPS_AT + 2 * _STREAM  # bytes
 _PHASES = tuple(Phase)
-_OF_RANK = _ROW + _CALL.size + report_ring.SIZE
+REPORTS_KEPT = 256
+REPORT_LIMIT = 500  # bytes of an entry
+_RING_HEAD = struct.Struct("=Q")  # how many were written
+_ENTRY_NUMBER = struct.Struct("=Q")
+_ENTRY_LENGTH = struct.Struct("=H")
+_ENTRY = 512
+_RING = _RING_HEAD.size + REPORTS_KEPT * _ENTRY  # bytes; those that nobody writes to take no memory
+_OF_RANK = _ROW + _CALL.size + _RING
 _TIMES = struct.Struct(f"={len(_PHASES)}d")  # when each phase began, in monotonic seconds; 0: not yet
 _TIMES_AT = 8
 _TIME = struct.Struct("=d")
@@ -249,11 +254,58 @@ class Board:
 
     def ring(self, local_rank: int) -> ReportRing:
         """Returns where a rank's reports are."""
-        return ReportRing(self._memory, self._rings_at + local_rank * report_ring.SIZE)
+        return ReportRing(self._memory, self._rings_at + local_rank * _RING)
 
     def close(self) -> None:
         self._memory.close()
         self._kept.close()
+
+
+class ReportRing:
+    """What a rank reports (``mlaunch.report``): a ring at a place of some memory, so nobody waits for its reader.
+
+    The rank alone writes. A reader that is too slow misses the oldest, and knows how many. An entry has its number,
+    which is written last, and is void while the entry is being written.
+    """
+
+    def __init__(self, memory: mmap.mmap, start: int) -> None:
+        self._memory, self._start = memory, start
+
+    def add(self, data: bytes) -> None:
+        """Adds an entry of ``REPORT_LIMIT`` bytes at most."""
+        count = self.count()
+        place = self._place(count)
+        # Void while it is written: a reader that finds another number than it came for leaves the entry out.
+        _ENTRY_NUMBER.pack_into(self._memory, place, 0)
+        begin = place + _ENTRY_NUMBER.size + _ENTRY_LENGTH.size
+        self._memory[begin : begin + len(data)] = data
+        _ENTRY_LENGTH.pack_into(self._memory, place + _ENTRY_NUMBER.size, len(data))
+        _ENTRY_NUMBER.pack_into(self._memory, place, count + 1)
+        _RING_HEAD.pack_into(self._memory, self._start, count + 1)
+
+    def read(self, since: int) -> tuple[list[bytes], int]:
+        """Returns the entries that are left of those after the first ``since``, and how many there have been."""
+        count = self.count()
+        found = (self._entry(number) for number in range(max(since, count - REPORTS_KEPT), count))
+        return [data for data in found if data is not None], count
+
+    def _entry(self, number: int) -> bytes | None:
+        """Returns an entry; None if another was written over it meanwhile."""
+        place = self._place(number)
+        begin = place + _ENTRY_NUMBER.size + _ENTRY_LENGTH.size
+        (length,) = _ENTRY_LENGTH.unpack_from(self._memory, place + _ENTRY_NUMBER.size)
+        data = self._memory[begin : begin + min(length, REPORT_LIMIT)]
+        # Read after the content, so that a writer which has come round meanwhile is noticed.
+        (written,) = _ENTRY_NUMBER.unpack_from(self._memory, place)
+        return data if written == number + 1 else None
+
+    def count(self) -> int:
+        """Returns how many entries were written."""
+        count: int = _RING_HEAD.unpack_from(self._memory, self._start)[0]
+        return count
+
+    def _place(self, number: int) -> int:
+        return self._start + _RING_HEAD.size + number % REPORTS_KEPT * _ENTRY
 
 
 def read_times(row: bytes) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""Finds which part of a value cannot be pickled, and whether an exception survives pickling."""
+"""Which part of a value cannot be pickled, what to send instead, and whether an exception survives pickling."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import enum
 import inspect
 import io
 import pickle
+import socket
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 from mlaunch.protocol import payload
 from mlaunch.protocol.pickling import pickle_by_name
 
+_RUNNING = (types.GeneratorType, types.AsyncGeneratorType)
+_HERE_ALONE = (*_RUNNING, types.CoroutineType, io.IOBase, socket.socket)
 _DEPTH = 12  # levels; deeper than any message stays readable
 _WIDTH = 10_000  # children looked at per level
 _PICKLERS = frozenset({"mlaunch", "cloudpickle", "pickle", "copyreg", "torch", "numpy"})  # whose frames tell nothing
@@ -237,3 +240,27 @@ def _rebuild(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, 
         with contextlib.suppress(AttributeError, TypeError):  # a read-only member
             BaseException.__setattr__(error, name, value)
     return error
+
+
+def instead_to_pass(culprit: object) -> str:
+    """Return what to pass to ranks instead, as the end of a message; "" if that is not known."""
+    if isinstance(culprit, _RUNNING):
+        return ": pass a list of its items, or make it in the function, which each rank runs"
+    if isinstance(culprit, io.IOBase):
+        return ": pass its path, and open it in the function, which each rank runs"
+    if isinstance(culprit, types.CoroutineType):
+        return ": pass what it returns"
+    return ": make it in the function, which each rank runs" if _is_of_one_process(culprit) else ""
+
+
+def instead_to_return(culprit: object) -> str:
+    """Return what a rank is to return instead; "" if that is not known."""
+    if isinstance(culprit, _RUNNING):
+        return ": return a list of its items"
+    if isinstance(culprit, io.IOBase):
+        return ": return its path, or what it holds"
+    return ": return what it returns" if isinstance(culprit, types.CoroutineType) else ""
+
+
+def _is_of_one_process(culprit: object) -> bool:
+    return isinstance(culprit, _HERE_ALONE) or type(culprit).__module__ in {"_thread", "threading", "_multiprocessing"}

@@ -14,12 +14,12 @@ import re
 import resource
 import sys
 import types
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mlaunch.protocol import warning_filters
-
+_MOST_FILTERS = 200  # of warnings
 _PR_SET_TIMERSLACK = 29
 _PR_GET_TIMERSLACK = 30
 _libc = ctypes.CDLL(None)
@@ -54,7 +54,7 @@ _FLAGS: Mapping[tuple[str, str], bool] = {
 def of_this_process() -> Settings:
     """Returns what a rank has to ``apply``."""
     # A tenth of a millisecond of each call, all together.
-    found = _of_the_system() | {"locale": locale.setlocale(locale.LC_ALL), "filters": warning_filters.of_this_process()}
+    found = _of_the_system() | {"locale": locale.setlocale(locale.LC_ALL), "filters": _warning_filters()}
     if "numpy" in sys.modules:
         import numpy as np
 
@@ -218,6 +218,63 @@ def _set_timer_slack(nanoseconds: int) -> None:
     _libc.prctl(_PR_SET_TIMERSLACK, nanoseconds, 0, 0, 0)
 
 
+# Filters of warnings
+
+
+def _warning_filters() -> tuple[tuple[object, ...], ...]:
+    """Returns the filters of warnings, less those of classes that are the script's own."""
+    return tuple(
+        (action, _pattern(text), f"{kind.__module__}:{kind.__qualname__}", _pattern(module), line)
+        for action, text, kind, module, line in warnings.filters[:_MOST_FILTERS]
+        # A rank has no __main__ of the script's yet, when filters are set.
+        if isinstance(kind, type) and kind.__module__ != "__main__"
+    )
+
+
+def _pattern(found: re.Pattern[str] | str | None) -> tuple[str, int] | str | None:
+    return (found.pattern, found.flags) if isinstance(found, re.Pattern) else found
+
+
+def _set_warning_filters(value: tuple[tuple[Any, ...], ...]) -> None:
+    """Takes over what differs here."""
+    if value == _warning_filters():
+        return
+    found = []
+    for action, text, kind, module, line in value:
+        with contextlib.suppress(Exception):  # whatever a module may raise
+            found.append((action, _compiled(text), _warning_class(kind), _compiled(module), line))
+    warnings.filters[:] = [*found, *(one for one in warnings.filters if one not in found)]  # type: ignore[index]
+    # The list was changed in place, which the C code's cache of answers does not notice.
+    warnings._filters_mutated()  # type: ignore[attr-defined]
+
+
+def _compiled(found: tuple[str, int] | str | None) -> re.Pattern[str] | str | None:
+    return re.compile(*found) if isinstance(found, tuple) else found
+
+
+def _warning_class(name: str) -> object:
+    module, _, qualname = name.partition(":")
+    return _held_by(module, qualname) or _LaterWarning(
+        qualname, (Warning,), {"__module__": module, "__qualname__": qualname}
+    )
+
+
+def _held_by(module: str, qualname: str) -> object:
+    """Returns what a module that is imported holds under this name, or None."""
+    found: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+class _LaterWarning(type):
+    """Stands for a class of warnings whose module is not imported: to import IPython, say, takes half a second."""
+
+    def __subclasscheck__(cls, other: type) -> bool:
+        found = _held_by(cls.__module__, cls.__qualname__)
+        return isinstance(found, type) and issubclass(other, found)
+
+
 _APPLY: Mapping[str, Callable[[Any], object]] = {
     "umask": os.umask,
     "limits": _set_limits,
@@ -226,7 +283,7 @@ _APPLY: Mapping[str, Callable[[Any], object]] = {
     "score": _set_score,
     "slack": _set_timer_slack,
     "locale": _set_locale,
-    "filters": warning_filters.apply,
+    "filters": _set_warning_filters,
     "numpy": _set_numpy,
     "dtype": lambda value: _torch().set_default_dtype(getattr(_torch(), value)),
     "deterministic": lambda value: _torch().use_deterministic_algorithms(value[0], warn_only=value[1]),

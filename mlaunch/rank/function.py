@@ -20,12 +20,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.base import cores, rlimits, seeding
-from mlaunch.protocol import calls, explain, instead, late_imports, originals, receiving, settings, this_rank
+from mlaunch.protocol import calls, explain, late_imports, originals, settings, this_rank
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.messages import AnswerKind, Phase
 from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.spec import Details
-from mlaunch.rank import slow_imports
+from mlaunch.rank import slow_imports, unreadable_call
 from mlaunch.rank.base import Rank, RankArgs, Task
 from mlaunch.rank.for_users import current_device
 from mlaunch.rank.setup import device, environment, group, main_module, process, stand_ins
@@ -205,7 +205,7 @@ class FunctionRank(Rank):
             with originals.receiving():
                 return self._read(content)
         except Exception as error:  # whatever a __setstate__ may raise
-            if found := receiving.culprit(*content.parts()):
+            if found := unreadable_call.culprit(*content.parts()):
                 BaseException.__setattr__(error, "__notes__", [*getattr(error, "__notes__", []), found])
             raise
 
@@ -226,7 +226,7 @@ class FunctionRank(Rank):
                 rlimits.name_limit(error)
                 raise
             found, culprit = explain.culprit(value, "value")
-            told = f"{found} ({type(error).__name__}: {error}){instead.to_return(culprit)}"
+            told = f"{found} ({type(error).__name__}: {error}){explain.instead_to_return(culprit)}"
             raise UnpicklableValueError(told) from error
 
     # Leaving

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from mlaunch.protocol import instead
+from mlaunch.protocol import explain
 
 
 @pytest.mark.parametrize(
@@ -22,4 +22,4 @@ from mlaunch.protocol import instead
     ],
 )  # fmt: skip
 def test_advice_on_values_that_cannot_travel(culprit: object, passed: str, returned: str) -> None:
-    assert (instead.to_pass(culprit), instead.to_return(culprit)) == (passed, returned)
+    assert (explain.instead_to_pass(culprit), explain.instead_to_return(culprit)) == (passed, returned)

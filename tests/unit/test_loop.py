@@ -171,7 +171,6 @@ INSIDE = {
     "mlaunch.forkserver.devices": "test_devices_are_counted_in_a_process_of_their_own",
     "mlaunch.launch": "test_the_modules_that_are_commands",
     "mlaunch.protocol.import_variables": "test_values_come_by_rank_and_the_processes_stay",
-    "mlaunch.protocol.report_ring": "test_reports_of_a_launch_that_goes_on",
     "mlaunch.rank.for_users.reporting": "test_reports_of_a_launch_that_goes_on",
     "mlaunch.protocol.this_rank": "test_a_launch_inside_a_rank_that_was_not_meant",
     # Tests with the mark run by these.

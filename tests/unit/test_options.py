@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from mlaunch import launcher
-from mlaunch.caller.launch import device_choice
+from mlaunch.caller.launch import plan as planning
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.caller.options import option_text, option_types
 from mlaunch.caller.options.launch_options import Options, about
@@ -275,7 +275,7 @@ def test_only_functions_can_be_decorated(thing: Any) -> None:
 CPU = Ready("2.13", None, ("gloo",))
 CUDA = Ready("2.13", "cuda", ("gloo", "nccl"), "nccl", "cuda")
 OTHER = Ready("2.13", "toy", ("gloo",), None, "toy")
-FOUR = device_choice.Accelerator("cuda", "cuda", 4)
+FOUR = planning.Accelerator("cuda", "cuda", 4)
 
 
 def test_devices_that_this_machine_lacks_are_refused() -> None:
@@ -314,11 +314,11 @@ def test_a_token_is_never_shown() -> None:
 
 
 def test_device_types() -> None:
-    assert device_choice.choose_type("auto", CPU) == "cpu"
-    assert device_choice.choose_type("auto", CUDA) == "cuda"
-    assert device_choice.choose_type("cpu", CUDA) == "cpu"
+    assert planning.choose_type("auto", CPU) == "cpu"
+    assert planning.choose_type("auto", CUDA) == "cuda"
+    assert planning.choose_type("cpu", CUDA) == "cpu"
     with pytest.raises(ValueError, match="allowed: 'auto', 'cuda', 'cpu'"):
-        device_choice.choose_type("xpu", CUDA)
+        planning.choose_type("xpu", CUDA)
 
 
 def test_backends() -> None:
@@ -358,8 +358,8 @@ def test_picked_devices_are_the_only_visible_ones(
     n_gpus: int | None, devices: list[int] | None, shown: str, size: int, visible: str
 ) -> None:
     environ = {"CUDA_VISIBLE_DEVICES": shown} if shown else {}
-    placed = device_choice.place_on_accelerators(FOUR, n_gpus, devices, environ)
-    assert placed == device_choice.DeviceChoice("cuda", size, visible)
+    placed = planning.place_on_accelerators(FOUR, n_gpus, devices, environ)
+    assert placed == planning.DeviceChoice("cuda", size, visible)
 
 
 @pytest.mark.parametrize(
@@ -384,10 +384,10 @@ def test_picked_devices_are_the_only_visible_ones(
 )
 def test_picked_devices_of_rocm(environ: dict[str, str], visible: str, shown: dict[str, str]) -> None:
     """HIP's variable wins over CUDA's, and counts what the one below it leaves; torch's own counting says so, too."""
-    accelerator = device_choice.Accelerator("cuda", "rocm", 2)
-    placed = device_choice.place_on_accelerators(accelerator, None, [1], environ)
-    assert placed == device_choice.DeviceChoice("cuda", 1, visible)
-    assert device_choice.shown(accelerator, [1], environ) == shown
+    accelerator = planning.Accelerator("cuda", "rocm", 2)
+    placed = planning.place_on_accelerators(accelerator, None, [1], environ)
+    assert placed == planning.DeviceChoice("cuda", 1, visible)
+    assert planning.shown(accelerator, [1], environ) == shown
     assert device.only(1, environ, "rocm") == shown
 
 
@@ -404,9 +404,9 @@ def test_ranks_on_rocm_see_their_devices_alone(monkeypatch: pytest.MonkeyPatch) 
 
 def test_more_devices_than_there_are() -> None:
     with pytest.raises(ValueError, match=r"n_gpus=5: only 4 cuda device\(s\) are visible here; allowed: 1 to 4, or"):
-        device_choice.place_on_accelerators(FOUR, 5, None, {})
+        planning.place_on_accelerators(FOUR, 5, None, {})
     with pytest.raises(ValueError, match=r"devices=\[0, 4\]: \[4\] do not exist; the 4 visible cuda device\(s\) are"):
-        device_choice.place_on_accelerators(FOUR, None, [0, 4], {})
+        planning.place_on_accelerators(FOUR, None, [0, 4], {})
 
 
 def test_each_rank_sees_its_own_mig_instance(monkeypatch: pytest.MonkeyPatch) -> None:

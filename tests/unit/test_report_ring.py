@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from mlaunch.protocol.board import Board
-from mlaunch.protocol.report_ring import ENTRIES
+from mlaunch.protocol.board import REPORTS_KEPT, Board
 
 
 def test_a_ring_that_is_read_too_late() -> None:
     board = Board.create(2)
-    for number in range(ENTRIES + 5):
+    for number in range(REPORTS_KEPT + 5):
         board.ring(1).add(b"%d" % number)
     found, count = board.ring(1).read(0)
-    assert [int(data) for data in found] == list(range(5, ENTRIES + 5))
+    assert [int(data) for data in found] == list(range(5, REPORTS_KEPT + 5))
     board.ring(1).add(b"x" * 500)
     assert board.ring(1).read(count) == ([b"x" * 500], count + 1)
     assert board.ring(0).read(0) == ([], 0)

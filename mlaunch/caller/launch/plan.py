@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.process import current_process
 from typing import TYPE_CHECKING
 
 from mlaunch.base import linux, rlimits
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.log import log
-from mlaunch.caller.launch import device_choice
-from mlaunch.caller.launch.device_choice import DeviceChoice
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.report import notebook
 from mlaunch.core import load
@@ -23,6 +21,8 @@ from mlaunch.rank.setup import device
 
 if TYPE_CHECKING:
     from mlaunch.core.load import CallerParts
+
+_FEW, _MOST_PER_CPU = 64, 8  # ranks on CPUs that nobody has to confirm
 
 
 @frozen_record
@@ -82,7 +82,7 @@ def plan(options: Options, machine: ThisMachine, name: str, environ: Mapping[str
 def _check_world(options: Options, placed: DeviceChoice, world_size: int) -> None:
     here = placed.local_world_size
     if placed.device_type == "cpu" and not options.oversubscribe:
-        device_choice.check_share(here, device.usable_cpus())
+        check_share(here, device.usable_cpus())
     if options.rank_start + here > world_size:
         raise ValueError(
             f"world_size={world_size} with {here} rank(s) on this machine from rank_start={options.rank_start}: "
@@ -111,9 +111,93 @@ def context_of(environ: Mapping[str, str]) -> Context:
 
 def place(options: Options, machine: ThisMachine, environ: Mapping[str, str]) -> DeviceChoice:
     """Says where the ranks of this machine run. ValueError for what it does not have."""
-    device_type = device_choice.choose_type(options.device_type, machine.ready)
+    device_type = choose_type(options.device_type, machine.ready)
     available = machine.count(environ) if device_type != "cpu" else 0
     if device_type == "cpu" or (options.device_type == "auto" and available == 0):
-        return device_choice.place_on_cpus(options.n_gpus, options.devices)
-    accelerator = device_choice.Accelerator(device_type, machine.ready.runtime or device_type, available)
-    return device_choice.place_on_accelerators(accelerator, options.n_gpus, options.devices, environ)
+        return place_on_cpus(options.n_gpus, options.devices)
+    accelerator = Accelerator(device_type, machine.ready.runtime or device_type, available)
+    return place_on_accelerators(accelerator, options.n_gpus, options.devices, environ)
+
+
+# Where the ranks of this machine run: on which devices, and how many
+
+
+@frozen_record
+class DeviceChoice:
+    """Where the ranks of one machine run."""
+
+    device_type: str
+    local_world_size: int
+    visible_devices: str | None
+
+
+@frozen_record
+class Accelerator:
+    """What a machine has of one kind. ``runtime``: whose variables hide devices; ``count``: how many are visible."""
+
+    kind: str
+    runtime: str
+    count: int
+
+
+def choose_type(device_type: str, ready: Ready) -> str:
+    """Resolves "auto" to what torch was built for. ValueError for a ``device_type`` that torch lacks."""
+    offered = [ready.accelerator, "cpu"] if ready.accelerator else ["cpu"]
+    if device_type == "auto":
+        return offered[0] or "cpu"
+    if device_type not in offered:
+        raise ValueError(
+            f"device_type={device_type!r}: torch {ready.torch_version} has no such device; "
+            f"allowed: {', '.join(repr(name) for name in ['auto', *offered])}"
+        )
+    return device_type
+
+
+def check_share(ranks: int, cpus: int) -> None:
+    """Raise ValueError for so many ranks that the number is a typing error, most likely."""
+    most = max(_FEW, _MOST_PER_CPU * cpus)
+    if ranks > most:
+        raise ValueError(
+            f"n_gpus={ranks} (--nproc-per-node) on {cpus} CPU(s): more than {_FEW} ranks, and more than "
+            f"{_MOST_PER_CPU} for each CPU; allowed: up to {most}, or oversubscribe=True (--oversubscribe) if so many "
+            f"are meant"
+        )
+
+
+def place_on_cpus(n_gpus: int | None, devices: Sequence[int] | None) -> DeviceChoice:
+    if devices is not None:
+        size = len(devices) if n_gpus is None else n_gpus
+        raise ValueError(f"devices={list(devices)}: ranks on CPUs have no device numbers; give n_gpus={size} instead")
+    return DeviceChoice("cpu", device.usable_cpus() if n_gpus is None else n_gpus, None)
+
+
+def place_on_accelerators(
+    accelerator: Accelerator, n_gpus: int | None, devices: Sequence[int] | None, environ: Mapping[str, str]
+) -> DeviceChoice:
+    """Picks among the visible devices. ValueError for more, or others, than there are."""
+    kind, count = accelerator.kind, accelerator.count
+    if devices is None:
+        size = count if n_gpus is None else n_gpus
+        if size > count:
+            raise ValueError(
+                f"n_gpus={size}: only {count} {kind} device(s) are visible here; "
+                f"allowed: 1 to {count}, or device_type='cpu'"
+            )
+        devices = range(size)
+    beyond = [number for number in devices if number >= count]
+    if beyond:
+        raise ValueError(
+            f"devices={list(devices)}: {beyond} do not exist; the {count} visible {kind} device(s) "
+            f"are numbered 0 to {count - 1}"
+        )
+    return DeviceChoice(kind, len(devices), device.visible(accelerator.runtime, devices, environ))
+
+
+def shown(accelerator: Accelerator, devices: Sequence[int], environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variable that shows these of the visible devices. ValueError if there is none for them."""
+    placement = place_on_accelerators(accelerator, None, devices, environ)
+    if not device.hides(accelerator.runtime):
+        raise ValueError(
+            f"devices={list(devices)}: commands see all {accelerator.kind} devices, since no variable hides them"
+        )
+    return device.hiding(accelerator.runtime, placement.visible_devices or "", environ)

@@ -16,7 +16,7 @@ from mlaunch.caller.report.history import History
 from mlaunch.caller.server.attachments import in_memfds
 from mlaunch.caller.server.fork_server import ForkServer, ServerGoneError
 from mlaunch.caller.server.prepared_launch import preparation
-from mlaunch.protocol import calls, explain, instead, payload
+from mlaunch.protocol import calls, explain, payload
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import LaunchSpec, details_of
 
@@ -144,7 +144,7 @@ def name_culprit(error: BaseException, call: Call | None, name: str) -> None:
 def unpicklable_call(call: Call, name: str, error: Exception) -> Exception:
     """Returns the TypeError that says which part of a call cannot be pickled."""
     found, culprit = _culprit(call, name)
-    return misuse(TypeError(f"{found} cannot be pickled ({error}){instead.to_pass(culprit)}"))
+    return misuse(TypeError(f"{found} cannot be pickled ({error}){explain.instead_to_pass(culprit)}"))
 
 
 def _culprit(call: Call, name: str) -> tuple[str, object]:

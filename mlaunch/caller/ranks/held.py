@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from mlaunch.base.misuse import misuse
 from mlaunch.base.text import in_bytes, name_ranks
-from mlaunch.protocol import pickling_for
+from mlaunch.caller.ranks import pickling_for
 from mlaunch.rank import held_objects as on_ranks
 from mlaunch.rank.held_objects import Description
 

@@ -10,11 +10,11 @@ from mlaunch.base.exceptions import RanksLost
 from mlaunch.base.log import log
 from mlaunch.caller import interrupts
 from mlaunch.caller.ranks.kept_call import KeptCall, RanksFuture, pickle_call
+from mlaunch.caller.ranks.pickling_for import Destination
 from mlaunch.caller.ranks.rank_set import RankSet
 from mlaunch.caller.ranks.session import RanksLaunch
 from mlaunch.protocol import calls
 from mlaunch.protocol.calls import Call
-from mlaunch.protocol.pickling_for import Destination
 
 
 def ask_idle(ranks: RankSet, call: Call, patience: float) -> list[Any] | None:

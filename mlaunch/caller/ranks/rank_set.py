@@ -23,6 +23,7 @@ from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.output_plan import OutputPlan, output_plan, with_directory
 from mlaunch.caller.ranks.kept_call import KeptCall, MergedOptions, RanksFuture, pickle_call
 from mlaunch.caller.ranks.open_session import open_session
+from mlaunch.caller.ranks.pickling_for import Destination
 from mlaunch.caller.ranks.session import RanksLaunch
 from mlaunch.caller.ranks.session_words import older_code
 from mlaunch.caller.ranks.stay_rules import StayRules
@@ -30,7 +31,6 @@ from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.warn import warn_caller
 from mlaunch.protocol import calls
 from mlaunch.protocol.calls import Call
-from mlaunch.protocol.pickling_for import Destination
 from mlaunch.protocol.spec import Context, LaunchSpec
 
 if TYPE_CHECKING:

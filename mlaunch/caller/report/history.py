@@ -17,9 +17,8 @@ from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.output import files
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.report.records import RankReport, Span
-from mlaunch.protocol.board import Board, in_order, read_times
+from mlaunch.protocol.board import Board, ReportRing, in_order, read_times
 from mlaunch.protocol.messages import AgentSays, Phase, RankGone, RanksStarting, RankStarted
-from mlaunch.protocol.report_ring import ReportRing
 from mlaunch.protocol.server_messages import BoardFds
 from mlaunch.protocol.spec import LaunchSpec
 

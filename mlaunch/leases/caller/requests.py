@@ -11,7 +11,7 @@ from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.log import log
 from mlaunch.base.misuse import misuse
 from mlaunch.base.text import ranges
-from mlaunch.caller.launch import device_choice
+from mlaunch.caller.launch import plan
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.core.grants import Grant, Need
@@ -110,11 +110,11 @@ def _wanted(
     options: Options, server: ForkServer, environ: Mapping[str, str]
 ) -> tuple[Mapping[str, int] | None, Sequence[str], int]:
     """Returns the devices' numbers by name, what will do, and how much of that."""
-    kind = device_choice.choose_type(options.device_type, server.ready())
+    kind = plan.choose_type(options.device_type, server.ready())
     # Leases are by name: a number means another device under another CUDA_VISIBLE_DEVICES.
     names = server.name_devices(environ) if kind != "cpu" else ()
     if kind == "cpu" or (options.device_type == "auto" and not names):
-        size = device_choice.place_on_cpus(options.n_gpus, options.devices).local_world_size
+        size = plan.place_on_cpus(options.n_gpus, options.devices).local_world_size
         places = options.concurrent or max(1, device.usable_cpus() // size)
         if options.concurrent is None:
             _warn_of_cpus(size, device.usable_cpus())
@@ -129,10 +129,10 @@ def _wanted(
     numbers = options.devices or range(len(names))
     count = options.n_gpus or len(numbers)
     runtime = server.ready().runtime or kind
-    accelerator = device_choice.Accelerator(kind, runtime, len(names))
-    device_choice.place_on_accelerators(accelerator, None, numbers, environ)
+    accelerator = plan.Accelerator(kind, runtime, len(names))
+    plan.place_on_accelerators(accelerator, None, numbers, environ)
     if count > len(numbers):  # not of those that were given, so of all
-        device_choice.place_on_accelerators(accelerator, count, None, environ)
+        plan.place_on_accelerators(accelerator, count, None, environ)
     by_name = {names[number]: number for number in numbers}
     return by_name, list(by_name), count
 

@@ -6,7 +6,7 @@ import json
 import threading
 
 from mlaunch.base.fds import renewed
-from mlaunch.protocol.report_ring import LIMIT
+from mlaunch.protocol.board import REPORT_LIMIT
 from mlaunch.rank.for_users import progress
 
 Value = float | int | str | bool | None
@@ -29,8 +29,10 @@ def report(step: int, **values: Value) -> None:
     """
     # JSON, since whoever looks reads it without unpickling anything of a rank's.
     data = json.dumps([_plain("step", step), {name: _plain(name, value) for name, value in values.items()}]).encode()
-    if len(data) > LIMIT:
-        raise ValueError(f"report() of {len(data)} bytes; allowed: {LIMIT}: a few numbers. Return what is larger")
+    if len(data) > REPORT_LIMIT:
+        raise ValueError(
+            f"report() of {len(data)} bytes; allowed: {REPORT_LIMIT}: a few numbers. Return what is larger"
+        )
     here = progress.slot
     if here is not None:
         # The ring has one writer; threads of a rank may report together.

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout
 from mlaunch.base.log import tell_curious
 from mlaunch.caller import interrupts
-from mlaunch.caller.launch.device_choice import Accelerator, shown
-from mlaunch.caller.launch.plan import Attempt, ThisMachine
+from mlaunch.caller.launch.plan import Accelerator, Attempt, ThisMachine, shown
 from mlaunch.caller.launch.restarts import with_restarts
 from mlaunch.caller.launch.settle import Steps
 from mlaunch.caller.launch.start import start_launch

@@ -9,7 +9,7 @@ from typing import Any
 import cloudpickle
 
 from mlaunch.protocol.calls import Call
-from mlaunch.protocol.receiving import culprit
+from mlaunch.rank.unreadable_call import culprit
 
 
 def refuse(_: object) -> None:
