@@ -103,14 +103,14 @@ def test_a_machine_that_does_not_answer_is_told_of_once_until_it_does() -> None:
         cast(Any, SimpleNamespace(number=number, host=f"m{number}", pid=7 + number, is_silent=is_silent(number)))
         for number in range(2)
     ]
-    texts = [news.text for news in times.news(machines, lambda _: ("", ""))]
+    texts = [news.news for news in times.news(machines, lambda _: ("", ""))]
     assert [text.split()[1] for text in texts] == ["m0", "m1"]
     assert texts[1].endswith("kill -CONT 8 there continues that")
     assert list(times.news(machines, lambda _: ("", ""))) == []
     silent[1] = False
     assert list(times.news(machines, lambda _: ("", ""))) == []
     silent[1] = True
-    assert [news.text.split()[1] for news in times.news(machines, lambda _: ("", ""))] == ["m1"]
+    assert [news.news.split()[1] for news in times.news(machines, lambda _: ("", ""))] == ["m1"]
     assert Patience(1.0, None).milliseconds(math.inf) is None
 
 
