@@ -1068,7 +1068,7 @@ SLIPS = (
         "pytest",
         "properties_of_a_test_that_is_repeated",
         "pytest/plugin.py",
-        '    if call.when == "setup":  # of a test that is run once more, too\n',
+        '    if call.when == "setup":  # the test may run for the second time\n',
         "    if False:\n",
         ("contract/test_ci.py::test_a_run_of_pytest",),
         "a test has none when it begins, it seems",

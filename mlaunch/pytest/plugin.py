@@ -1,6 +1,6 @@
-"""What pytest loads: the mark, the options, and the plugin proper once a test has the mark.
+"""What pytest loads: the mark, the options, and the rest of the plugin once a test has the mark.
 
-Mere loading imports neither torch nor the launcher, and starts nothing.
+Loading it imports neither torch nor the launcher, and starts nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _IN_SOURCE = b"mark.ranks"  # of a file whose tests are likely to have it
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the options of tests on ranks."""
+    """Add the options of tests on ranks."""
     group = parser.getgroup("mlaunch", "tests on ranks")
     group.addoption("--ranks-fresh", action="store_true", help="start new ranks for each test: finds who leaked")
     group.addoption("--ranks-require", action="store_true", help="too few devices for a test: an error, not a skip")
@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Registers the mark."""
+    """Register the mark."""
     config.addinivalue_line(
         "markers",
         f"{NAME}(*sizes, backend=None, device_type='cpu', deadline=None, fresh=False, numa=None, numa_memory=None): "
@@ -40,11 +40,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> None:
-    """Starts the fork server before a file with the mark imports torch, so that both do at the same time."""
+    """Start the fork server before a file with the mark imports torch, so that both import it at the same time."""
     config = parent.config
     if not config.getini("ranks_early") or _is_controller(config) or config.getoption("collectonly"):
         return
-    # A guess from the text: to know would take the import that this is to run beside.
+    # A guess from the text: to know would take the import that is to run at the same time.
     if _IN_SOURCE in module_path.read_bytes():
         from mlaunch.pytest.caller.early_server import start
 
@@ -52,36 +52,36 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Makes a test of each size, where the mark has several."""
+    """Make a test of each size, if the mark has several."""
     parametrize(metafunc)
 
 
 @pytest.fixture(name=SIZE)
 def _size(request: pytest.FixtureRequest) -> int:
-    """How many ranks this test has, where the mark has several sizes."""
+    """How many ranks this test has, if the mark has several sizes."""
     return int(request.param)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Reads the mark, and hands what is marked to the plugin proper."""
+    """Read the mark, and register a marked test with the rest of the plugin."""
     _take_in(item)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Read the marks that the hooks of conftest.py have given, before pytest selects by marks."""
+    """Read the marks that hooks of conftest.py have added, before pytest selects by marks."""
     for item in items:
         _take_in(item)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Read those of hooks that come last."""
+    """Read the marks of hooks that come last."""
     for item in session.items:
         _take_in(item)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test on its ranks, if it has the mark: from wherever, and be it from one of its fixtures."""
+    """Run a test on its ranks, if it has the mark by now: one of its fixtures may have added it."""
     _take_in(pyfuncitem)
     if pyfuncitem.stash.get(WANTED, None) is None:
         return None
@@ -94,8 +94,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Note why a launch has failed that a test without the mark has made."""
-    if call.when == "setup":  # of a test that is run once more, too
+    """Note why a launch has failed that was made by a test without the mark."""
+    if call.when == "setup":  # the test may run for the second time
         item.user_properties[:] = [one for one in item.user_properties if not one[0].startswith(PROPERTIES)]
     report = yield
     failed = None if call.excinfo is None else report_of(call.excinfo.value)
@@ -107,7 +107,7 @@ def pytest_runtest_makereport(
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Print what a CI service shows of failures in ranks, also of those that xdist's workers have heard of."""
+    """Print what a CI service shows of failures in ranks, also in xdist's workers."""
     for report in (one for outcome in ("failed", "error") for one in terminalreporter.stats.get(outcome, ())):
         if command := getattr(report, CI_COMMAND, ""):
             terminalreporter.write_line(command)
@@ -120,12 +120,12 @@ def _take_in(item: pytest.Item) -> None:
     if runner is None:
         from mlaunch.pytest.caller.runner import Runner
 
-        # Only now: a suite without the mark neither imports torch nor pays for the rest of the plugin.
+        # Only now: a suite without the mark does not import torch.
         runner = Runner(item.config)
         item.config.pluginmanager.register(runner, RUNNER)
     runner.take_in(item)
 
 
 def _is_controller(config: pytest.Config) -> bool:
-    """Tells whether xdist's workers run the tests, not this process."""
+    """True if xdist's workers run the tests, not this process."""
     return not hasattr(config, "workerinput") and bool(getattr(config.option, "numprocesses", None))

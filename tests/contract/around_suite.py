@@ -279,12 +279,12 @@ FILES = {
 WITH_EXAMPLES = {"test_examples_fail", "test_example_fails_here"}
 SKIP = {"test_skips_by_fixture", "test_skip_of_unittest", "test_many_devices", "test_skip_raised"}
 FAIL = {
-    "test_lock_of_class": r"TestSetUp.lock is a _thread.lock, which cannot travel to the ranks .*rank_fixture",
-    "test_lock_of_self": r"self.lock is a _thread.lock, which cannot travel to the ranks .*rank_fixture",
+    "test_lock_of_class": r"TestSetUp.lock is a _thread.lock, which cannot be sent to the ranks .*rank_fixture",
+    "test_lock_of_self": r"self.lock is a _thread.lock, which cannot be sent to the ranks .*rank_fixture",
     "test_setup_fails": r"assert 0 == 5",
     "test_two_yields": r"fixture function has more than one 'yield'",
-    "test_session": r"request.session is not there on a rank",
-    "test_class_mocker": r"the fixture 'class_mocker' is of use in pytest's process alone",
+    "test_session": r"request.session does not exist on a rank",
+    "test_class_mocker": r"the fixture 'class_mocker' works only in pytest's process",
     "test_rewritten_helper": r"assert 2 == 1",
     "test_subtests": r"",
     "test_examples_fail": r"assert \d+ < 10",

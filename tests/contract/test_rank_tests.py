@@ -158,8 +158,8 @@ def test_fixtures_on_ranks(suite: Callable[..., tuple[Reports, str]]) -> None:
     assert failed == {"test_lock", "test_factory"}, printed
     assert len(reports) == 9
     assert reports["test_twins"]["properties"] == {"answer": 42, "mlaunch.ranks": 2}
-    assert "the fixture 'lock' gives a lock, which cannot travel" in reports["test_lock"]["text"]
-    assert "the fixture 'tmp_path_factory' is of use in pytest's process alone" in reports["test_factory"]["text"]
+    assert "the fixture 'lock' gives a lock, which cannot be sent" in reports["test_lock"]["text"]
+    assert "the fixture 'tmp_path_factory' works only in pytest's process" in reports["test_factory"]["text"]
 
 
 def test_lines_that_run_on_ranks_count(tmp_path: Path) -> None:

@@ -25,10 +25,10 @@ OTHER_OUTCOMES = {
     "test_around.py::test_setup_module": ("passed", "failed", "name 'of_setup' is not defined"),
     "test_around.py::test_async": ("failed", "passed", ""),
     "test_fixtures.py::test_getfixturevalue_in_a_test": ("passed", "failed", "no fixture can be set up on a rank"),
-    "test_fixtures.py::test_session_of_request": ("passed", "failed", "request.session is not there on a rank"),
-    "test_fixtures.py::test_testsuite_property": ("passed", "failed", "is of use in pytest's process alone"),
-    "test_fixtures.py::test_cache": ("passed", "failed", "is of use in pytest's process alone"),
-    "test_fixtures.py::test_tmp_path_factory_itself": ("passed", "failed", "is of use in pytest's process alone"),
+    "test_fixtures.py::test_session_of_request": ("passed", "failed", "request.session does not exist on a rank"),
+    "test_fixtures.py::test_testsuite_property": ("passed", "failed", "works only in pytest's process"),
+    "test_fixtures.py::test_cache": ("passed", "failed", "works only in pytest's process"),
+    "test_fixtures.py::test_tmp_path_factory_itself": ("passed", "failed", "works only in pytest's process"),
     "test_logging.py::test_phases": ("passed", "failed", r"assert \[\] == \['in setup'\]"),
 }
 OTHER_TEXTS = {

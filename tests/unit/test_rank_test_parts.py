@@ -18,15 +18,17 @@ from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.server.warm import warm_server
 from mlaunch.leases.caller import requests
 from mlaunch.leases.caller.acquisition import Wish
-from mlaunch.pytest.caller import coverage_plan, early_server, rank_fixtures, runner, xdist_workers
+from mlaunch.pytest.caller import early_server, rank_fixtures, runner, xdist_workers
+from mlaunch.pytest.caller.beginning import coverage_plan
 from mlaunch.pytest.caller.debugged_tests import Debugging
 from mlaunch.pytest.caller.judgement import is_out_of_step, judge
 from mlaunch.pytest.caller.mark import Shape
-from mlaunch.pytest.rank import isolation, per_rank_fixtures, process_states, rank_coverage, unittest_cases
-from mlaunch.pytest.rank.rank_request import Place
+from mlaunch.pytest.rank import isolation, per_rank_fixtures, rank_coverage, unittest_cases
 from mlaunch.pytest.wire import rank_barrier
 from mlaunch.pytest.wire.rank_tests import Beginning, Definition, Findings, RankTest, Surroundings, Verdict
 from tests.conftest import TORCH
+
+NO_PLACE: Any = None  # where it is not asked
 
 
 def test_a_failure_wins_over_a_skip_and_the_earliest_is_the_cause() -> None:
@@ -130,7 +132,7 @@ def test_nothing_is_recorded_where_pytest_records_nothing(monkeypatch: pytest.Mo
         current = staticmethod(lambda: None)
 
     monkeypatch.setitem(sys.modules, "coverage", types.SimpleNamespace(Coverage=Coverage))
-    assert coverage_plan.plan(request.config) is None
+    assert coverage_plan(request.config) is None
     rank_coverage.enter("a test")
     rank_coverage.save()
 
@@ -146,7 +148,7 @@ def test_a_method_raises_what_was_wrong_first(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(unittest_cases, "REPORTS_PARTS", False)  # an older pytest
     with pytest.raises(KeyError, match="first") as caught:
-        unittest_cases.run_case(unittest_cases.new_case(Example, "runTest"), [], Place())
+        unittest_cases.run_case(unittest_cases.new_case(Example, "runTest"), [], NO_PLACE)
     assert caught.value.__dict__["__notes__"] == ["in the subtest (part=5)"]
 
 
@@ -175,7 +177,7 @@ def test_a_worker_has_devices_alone_and_gives_them_back_when_another_waits(monke
     assert xdist_workers.WorkerDevices(Shape(1, "cpu", None), 60.0).devices is None
     ours = xdist_workers.WorkerDevices(shape, 60.0)
     assert (ours.devices, ours.environ) == ([0], {"MLAUNCH_LEASED": "toy 0"})
-    waits = r"gw1 waits for 1 of devices 0, after pytest's worker gw1 \(pid \d+\): not had within 0 s, the deadline"
+    waits = r"gw1 waits for 1 of devices 0, after pytest's worker gw1 \(pid \d+\): it did not get them within 0 s"
     with pytest.raises(pytest.fail.Exception, match=waits):
         xdist_workers.WorkerDevices(shape, 0.0)
     monkeypatch.setattr(xdist_workers, "_TERM", 0.0)
@@ -229,11 +231,11 @@ def test_the_variables_that_have_changed(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("GONE", "1")
     monkeypatch.setenv("OTHER", "1")
     since = dict(os.environb)
-    assert process_states.changed_variables(since) == {}
+    assert isolation.changed_variables(since) == {}
     monkeypatch.delenv("GONE")
     monkeypatch.setenv("OTHER", "\udcff")  # any bytes
     monkeypatch.setenv("NEW", "")
-    assert process_states.changed_variables(since) == {b"GONE": None, b"OTHER": b"\xff", b"NEW": b""}
+    assert isolation.changed_variables(since) == {b"GONE": None, b"OTHER": b"\xff", b"NEW": b""}
     isolation._put_back(since)
     assert dict(os.environb) == since
 
@@ -246,12 +248,12 @@ def test_loggers_apart_from_the_root_are_heard(pytestconfig: pytest.Config) -> N
     apart.propagate = replaced.propagate = False
     before = list(logging.root.handlers)
     try:
-        with per_rank_fixtures.PerRankFixtures(test, pytestconfig) as made:
+        with per_rank_fixtures.PerRankFixtures(test, pytestconfig, NO_PLACE) as made:
             caplog = made.make()["caplog"]
             logging.getLogger("below").warning("one")
             apart.warning("two")
             replaced.handlers = []
-            assert caplog.messages == (["one", "two"] if per_rank_fixtures._HEARS_ALL else ["one"])
+            assert caplog.messages == (["one", "two"] if per_rank_fixtures._HAS_ALL_LOGGERS else ["one"])
             assert "WARNING  below:test_rank_test_parts.py:" in made.logged
         assert not [one for one in (*apart.handlers, *replaced.handlers) if one is caplog.handler]
         assert logging.root.handlers == before

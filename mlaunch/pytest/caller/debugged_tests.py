@@ -1,6 +1,6 @@
 """Tests on ranks under ``--pdb`` and ``--trace``: each is a launch of its own, whose ranks have a prompt here.
 
-pytest's own prompt would open in its own process, where nothing of the test is.
+pytest's own prompt would open in pytest's process, which does not run the test.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import pytest
 from mlaunch.base.exceptions import report_of
 from mlaunch.caller.launcher import launcher
 from mlaunch.pytest.caller import early_server, xdist_workers
-from mlaunch.pytest.caller.findings import beginning_of, findings_of
+from mlaunch.pytest.caller.beginning import beginning_of
+from mlaunch.pytest.caller.judgement import findings_of
 from mlaunch.pytest.caller.mark import Shape
 from mlaunch.pytest.rank.run_test import DebuggedTest
 from mlaunch.pytest.wire import rank_barrier
@@ -24,18 +25,17 @@ from mlaunch.pytest.wire.rank_tests import Findings, RankTest
 
 _AFTER = "pytest's --pdb: each test has ranks of its own"
 _PROMPT = "pdbinvoke"  # pytest's plugin
-DEBUGGED = pytest.StashKey[bool]()  # of a test that had a prompt where its ranks are
+DEBUGGED = pytest.StashKey[bool]()  # True for a test whose ranks had a prompt
 
 
 class Debugging:
-    """What a session does whose tests on ranks are debugged."""
+    """How a session runs tests on ranks that are debugged."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._traced = bool(config.getoption("trace"))
         self.wanted = (self._traced or bool(config.getoption("usepdb"))) and self._somebody_is_there()
         if self.wanted and (plugin := config.pluginmanager.get_plugin(_PROMPT)) is not None:
-            # pytest's own prompt would open in this process, in frames that show nothing of the test.
             config.pluginmanager.unregister(plugin)
             config.pluginmanager.register(_PromptElsewhere(plugin), _PROMPT)
 
@@ -44,7 +44,7 @@ class Debugging:
             return sys.stdin.isatty() and sys.stdout.isatty()
 
     def run(self, item: pytest.Item, shape: Shape, test: RankTest, deadline: float) -> Findings:
-        """Runs a test, whatever comes of it. ValueError: this machine does not have its devices."""
+        """Run a test; return what its ranks have found. ValueError: this machine does not have its devices."""
         item.stash[DEBUGGED] = True
         place = xdist_workers.WorkerDevices(shape, deadline)
         board, log = rank_barrier.new_files(shape.size)
@@ -78,7 +78,7 @@ class Debugging:
 
     @contextlib.contextmanager
     def _shown(self) -> Iterator[None]:
-        """Takes the terminal, as pytest's own prompt does: nothing is captured meanwhile."""
+        """Take the terminal, as pytest's own prompt does: nothing is captured meanwhile."""
         capturing: Any = self._config.pluginmanager.get_plugin("capturemanager")
         terminal: Any = self._config.pluginmanager.get_plugin("terminalreporter")
         if capturing is not None:
@@ -93,13 +93,13 @@ class Debugging:
 
 
 class _PromptElsewhere:
-    """Stands for pytest's plugin that opens a prompt at a failure, but where a rank has had one."""
+    """In place of pytest's plugin that opens a prompt at a failure: not after a prompt in a rank."""
 
     def __init__(self, plugin: Any) -> None:
         self._plugin = plugin
         self.pytest_internalerror = plugin.pytest_internalerror
 
     def pytest_exception_interact(self, node: Any, call: pytest.CallInfo[Any], report: Any) -> None:
-        """Opens pytest's prompt."""
+        """Open pytest's prompt, unless a rank had one."""
         if call.when != "call" or not node.stash.get(DEBUGGED, False):
             self._plugin.pytest_exception_interact(node, call, report)

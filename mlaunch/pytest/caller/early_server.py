@@ -1,4 +1,4 @@
-"""Starting the fork server while pytest still collects, with all that ranks of tests import: they have it then."""
+"""Start the fork server while pytest collects, with all imports that ranks of tests need."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ PRELOADED = (
     "mlaunch.comm.rank.exchange",
     "mlaunch.comm.rank.local_group",
 )
-# Each rank makes a configuration of pytest's; the imports for that took more than half of a new rank's time.
-_PYTESTS = tuple(f"_pytest.{name}" for name in default_plugins)  # which each rank's configuration has
-_SEEDED = "numpy.random"  # before each test, where it is installed; numpy itself imports it late
-_RECORDER = "coverage"  # ranks import it if this process has
+# For the configuration that each rank makes. These imports took more than half of a new rank's time.
+_PYTESTS = tuple(f"_pytest.{name}" for name in default_plugins)
+_SEEDED = "numpy.random"  # which is seeded before each test; numpy itself imports it late
+_RECORDER = "coverage"  # ranks import it if this process has imported it
 
 
 def prepare() -> None:
-    """Says what the fork server is to import; one that is there already stays as it is."""
+    """Set what the fork server imports. A running one stays as it is."""
     if not warm_server.started:
         numpy = (_SEEDED,) if importlib.util.find_spec("numpy") is not None else ()
         wanted = (*PRELOADED, *_PYTESTS, *numpy, *((_RECORDER,) if _RECORDER in sys.modules else ()))
@@ -32,6 +32,6 @@ def prepare() -> None:
 
 
 def start() -> None:
-    """Starts the fork server; does not wait for it."""
+    """Start the fork server; do not wait for it."""
     prepare()
     warm_server.get(os.environ)

@@ -1,4 +1,4 @@
-"""What programs hear of a failure in ranks: properties in JUnit's file, and what a CI service shows beside a line."""
+"""Failures in ranks for programs: properties in JUnit's file, and what a CI service shows beside a line."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class FailureFacts:
 
 
 def of_verdict(rank: int, verdict: Verdict, error: BaseException) -> FailureFacts:
-    """Return those of a rank that has raised."""
+    """Return the facts of a rank that has raised."""
     crash = getattr(verdict.longrepr, "reprcrash", None)
     message = str(getattr(crash, "message", None) or verdict.reason)
     name = type(error).__name__
@@ -41,7 +41,7 @@ def of_verdict(rank: int, verdict: Verdict, error: BaseException) -> FailureFact
 
 
 def of_launch(failure: Mapping[str, Any], message: str = "") -> FailureFacts:
-    """Return those of a launch. ``failure``: as ``LaunchError.as_dict`` has it."""
+    """Return the facts of a launch. ``failure``: as ``LaunchError.as_dict`` has it."""
     kind, exception = failure["kind"], failure["exception"]
     what = exception["type"] if exception else kind.replace("_", " ")
     text = message or failure["text"].partition("\n\n")[0]
@@ -50,7 +50,7 @@ def of_launch(failure: Mapping[str, Any], message: str = "") -> FailureFacts:
 
 
 def note(item: pytest.Item, report: pytest.TestReport, facts: FailureFacts | None) -> None:
-    """Note in a report, and for those of the test that follow, what is known of its failure."""
+    """Note the facts of a failure in a report, and for later reports of the test."""
     if not report.failed or facts is None:
         return
     place = facts.places[0] if facts.places else None

@@ -1,4 +1,4 @@
-"""How the ranks of a test with hypothesis are to draw: with one seed, which is kept if the test fails.
+"""The seed with which all ranks of a test with hypothesis draw; it is kept if the test fails.
 
 Hypothesis has a generator of its own, which the system seeds, and a database, to which each failure is written: ranks
 would draw apart, and a collective would meet another example's. So pytest's process draws the seed, and there is no
@@ -14,16 +14,15 @@ import sys
 
 import pytest
 
+from mlaunch.pytest.rank.hypothesis_draws import SETTINGS
 from mlaunch.pytest.wire.rank_tests import Examples
 
 _SEED = pytest.StashKey[int]()  # of this session
 _CACHED = "mlaunch/hypothesis"  # seeds of tests that have failed, in pytest's cache
-# Where hypothesis keeps the settings of a test's function.
-SETTINGS = "_hypothesis_internal_use_settings"
 
 
 def examples_for(item: pytest.Function) -> Examples | None:
-    """Return how the ranks of a test are to draw; None if it has no examples."""
+    """Return how the ranks of a test draw; None if it has no examples."""
     if "hypothesis" not in sys.modules or not getattr(item.obj, "is_hypothesis_test", False):
         return None
     from hypothesis import settings
@@ -47,7 +46,7 @@ def _seed_of(item: pytest.Function) -> int | str:
 
 
 def note(item: pytest.Function, examples: Examples, *, failed: bool) -> str:
-    """Keep the seed of a test that failed for the next run. Return what its report is to say of it."""
+    """Keep the seed of a test that failed for the next run. Return a line about it for the report; "" if it passed."""
     cache = getattr(item.config, "cache", None)
     if cache is not None:
         seeds = dict(cache.get(_CACHED, {}))

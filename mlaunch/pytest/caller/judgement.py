@@ -1,21 +1,34 @@
-"""One outcome of what all ranks have found: a failure wins over a skip, and ranks skip together or not at all."""
+"""What all ranks have found of a test becomes one outcome, and pytest's report of it.
+
+A failure wins over a skip, and ranks skip together or not at all.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import pickle
 import re
+import sys
+import textwrap
+import types
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest.case import _subtest_msg_sentinel  # type: ignore[attr-defined]
 
 import pytest
+from _pytest.unittest import TestCaseFunction
 
+from mlaunch.base.exceptions import LaunchError, LaunchTimeout
+from mlaunch.base.frames import mentions_bottom
 from mlaunch.base.text import name_ranks
 from mlaunch.pytest.caller import failure_facts
 from mlaunch.pytest.caller.failure_facts import FailureFacts
-from mlaunch.pytest.wire.rank_tests import Findings, Verdict
+from mlaunch.pytest.rank.run_test import EndedAloneError
+from mlaunch.pytest.wire import rank_barrier
+from mlaunch.pytest.wire.rank_tests import Findings, Part, RankTest, Verdict
 from mlaunch.rank import in_step
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
@@ -37,8 +50,28 @@ class Judgement:
     facts: FailureFacts | None = None
 
 
+def findings_of(error: Exception, report: LaunchError, test: RankTest, size: int, log: int, after: str) -> Findings:
+    """Return what is known of a test whose call has failed.
+
+    ``report``: of the launch; ``after``: what happens next, for the report of the test.
+    """
+    found = {rank: value for rank, value in report.results.items() if isinstance(value, Verdict)}
+    text = str(report).replace("run_test()", test.name)
+    apart = isinstance(error, EndedAloneError)
+    told = text.partition("\nmeanwhile:\n")[2] if apart else text
+    stacks = {rank: _of_the_test(stack) for rank, stack in report.stacks.items()}
+    stacks = stacks if isinstance(error, LaunchTimeout) else {}
+    verdicts = {**found, **rank_barrier.take(log)}
+    return Findings(size, verdicts, f"{textwrap.dedent(told)}\n{after}".strip(), report.as_dict(), apart, stacks)
+
+
+def _of_the_test(stack: str) -> str:
+    """Return a stack without what is below the test."""
+    return "\n".join(itertools.takewhile(lambda line: not mentions_bottom(line), stack.splitlines()))
+
+
 def judge(findings: Findings) -> Judgement:
-    """Returns the outcome of a test."""
+    """Return the outcome of a test."""
     verdicts = findings.verdicts
     outcomes = {rank: verdict.outcome for rank, verdict in verdicts.items()}
     if leaving := [verdict for verdict in verdicts.values() if verdict.outcome == "exit"]:
@@ -62,7 +95,7 @@ def _failed(findings: Findings, text: str, facts: FailureFacts) -> Judgement:
 
 
 def is_out_of_step(findings: Findings) -> bool:
-    """Tells whether ranks that are all done would not meet in the next test: they have not entered the same.
+    """True if ranks that are all done would not meet in the next test: they have not entered the same collectives.
 
     Of a call that the launcher has ended, the launcher knows.
     """
@@ -89,7 +122,7 @@ def _agreed(verdict: Verdict) -> Judgement:
 
 
 def _cause(verdicts: dict[int, Verdict]) -> int:
-    """Returns the rank whose failure is shown first: the earliest, or of equal ones the lowest rank's."""
+    """Return the rank whose failure is shown first: the earliest, or of equal ones the lowest rank's."""
     failed = {rank: verdict for rank, verdict in verdicts.items() if verdict.outcome == "failed"}
     earliest = min(failed, key=lambda rank: failed[rank].at)
     # All ranks of most failures raise the same within milliseconds; rank 0's is then what people expect to see.
@@ -97,12 +130,12 @@ def _cause(verdicts: dict[int, Verdict]) -> int:
 
 
 def _shown(verdict: Verdict) -> str:
-    """Returns what is shown of a failure, without what differs between processes: where objects are in memory."""
+    """Return what is shown of a failure, without what differs between processes: addresses of objects."""
     return _ADDRESS.sub("0x", str(verdict.longrepr))
 
 
 def _raised(verdict: Verdict) -> BaseException:
-    """Returns the exception of the rank, or what stands for one that cannot be pickled."""
+    """Return the exception of the rank, or one with its text if it cannot be pickled."""
     if verdict.error is not None:
         found = pickle.loads(verdict.error)
         if isinstance(found, BaseException):
@@ -111,7 +144,7 @@ def _raised(verdict: Verdict) -> BaseException:
 
 
 def _sections(findings: Findings, cause: int | None) -> list[tuple[str, str]]:
-    """Returns the failures that differ from the first, what was logged, who did what, and stacks."""
+    """Return which rank did what, the failures that differ from the first, and stacks."""
     verdicts = findings.verdicts
     shown = set() if cause is None else {_shown(verdicts[cause])}
     found = [("ranks", _who(findings))] if findings.size > 1 and verdicts else []
@@ -142,24 +175,24 @@ def _parts(findings: Findings) -> Iterable[str]:
         yield f"{name_ranks(missing)} did not answer"
 
 
-_JUDGED = "_mlaunch_judgement"  # the attribute of an error that says what its report is to show
+_JUDGED = "_mlaunch_judgement"  # the attribute of an error with what its report shows
 
 
 def raise_of(judgement: Judgement) -> None:
-    """Raise what a test or a step for one of its fixtures is to raise, if anything."""
+    """Raise the error of a test, or of a step for one of its fixtures, if there is one."""
     if judgement.error is not None:
         judgement.error.__dict__[_JUDGED] = judgement
         raise judgement.error
 
 
 def judgement_of(error: BaseException | None) -> Judgement | None:
-    """Return the judgement that has raised an error, or None."""
+    """Return the judgement that an error was raised for, or None."""
     found = None if error is None else getattr(error, _JUDGED, None)
     return found if isinstance(found, Judgement) else None
 
 
 def show(report: pytest.TestReport, judgement: Judgement) -> None:
-    """Show what a rank has shown, in place of our own lines."""
+    """Show what a rank has shown, in place of mlaunch's own lines."""
     if judgement.longrepr is not None and not report.passed:
         report.longrepr = judgement.longrepr
     elif report.skipped and judgement.crash is not None and not hasattr(report, "wasxfail"):
@@ -168,7 +201,7 @@ def show(report: pytest.TestReport, judgement: Judgement) -> None:
 
 
 def _logged(findings: Findings) -> Iterable[tuple[str, str]]:
-    """Yield what ranks have logged: once, if that is the same on all."""
+    """Yield what ranks have logged: once, if it is the same on all."""
     texts = {rank: verdict.logged for rank, verdict in sorted(findings.verdicts.items()) if verdict.logged}
     if len(texts) == findings.size and len(set(texts.values())) == 1:
         yield "log", next(iter(texts.values()))
@@ -177,7 +210,7 @@ def _logged(findings: Findings) -> Iterable[tuple[str, str]]:
 
 
 def warn_of(findings: Findings) -> None:
-    """Warn of what ranks have warned of, of equal warnings once."""
+    """Pass warnings of ranks on, equal ones once."""
     told = dict.fromkeys(warning for verdict in findings.verdicts.values() for warning in verdict.warnings)
     for text, pickled, file, line in told:
         # With the instance itself: to make one of its text calls a constructor that may want something else.
@@ -185,7 +218,7 @@ def warn_of(findings: Findings) -> None:
 
 
 def pass_on(item: pytest.Function, findings: Findings) -> None:
-    """Records properties, and warns of what ranks have warned of, and of what a test has left behind there."""
+    """Record properties, marks and logs of ranks; pass their warnings on, and warn of what a test has left there."""
     verdicts = findings.verdicts
     if verdicts:
         item.user_properties.extend(verdicts[min(verdicts)].properties)
@@ -199,7 +232,7 @@ def pass_on(item: pytest.Function, findings: Findings) -> None:
 
 
 def _left(found: Mapping[int, Sequence[str]]) -> Iterable[str]:
-    """Yield a sentence for each kind of thing that ranks have left, whatever their numbers."""
+    """Yield a sentence for each kind of thing that ranks have left, whatever their numbers (pids) are."""
     counts: dict[str, dict[int, int]] = {}
     for rank, left in found.items():
         for what in left:
@@ -218,10 +251,52 @@ def _left(found: Mapping[int, Sequence[str]]) -> Iterable[str]:
 
 
 def _warning(text: str, pickled: bytes | None) -> Warning:
-    """Return the warning of the rank; where it does not travel, one with its text."""
+    """Return the warning of the rank; if it cannot be pickled, one with its text."""
     if pickled is not None:
         with contextlib.suppress(Exception):  # whatever its class may raise here
             found = pickle.loads(pickled)
             if isinstance(found, Warning) and str(found) == text:
                 return found
     return UserWarning(text)
+
+
+# Parts of a test
+
+
+class Shown:
+    """A value in pytest's process that is shown as the rank has shown it."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def report_parts(item: Any, findings: Findings) -> None:
+    """Have pytest's own fixture report the parts of a test (subtests), each with one outcome of all ranks."""
+    parts = {rank: verdict.parts for rank, verdict in sorted(findings.verdicts.items())}
+    for number in range(max(map(len, parts.values()), default=0)):
+        _report_part(item, {rank: of_rank[number] for rank, of_rank in parts.items() if number < len(of_rank)})
+
+
+def _report_part(item: Any, of_ranks: Mapping[int, Part]) -> None:
+    part = next(iter(of_ranks.values()))
+    judgement = judge(
+        Findings(len(of_ranks), {rank: one.verdict or Verdict("passed") for rank, one in of_ranks.items()})
+    )
+    values = {name: Shown(text) for name, text in part.values.items()}
+    if isinstance(item, TestCaseFunction):
+        sentinel = _subtest_msg_sentinel if part.message is None else part.message
+        item.addSubTest(None, types.SimpleNamespace(_message=sentinel, params=values), _raised_by(judgement))  # type: ignore[arg-type]
+    else:
+        with item.funcargs["subtests"].test(part.message, **values):
+            raise_of(judgement)
+
+
+def _raised_by(judgement: Judgement) -> Any:
+    try:
+        raise_of(judgement)
+    except BaseException:  # also of pytest's own kinds
+        return sys.exc_info()
+    return None

@@ -1,4 +1,4 @@
-"""The mark: what a test wants of its ranks."""
+"""The mark ``ranks``: what a test wants of its ranks."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class Wanted:
     fresh: bool | str
 
 
-ON_RANKS = "_mlaunch_on_ranks"  # the attribute of a fixture's function that stands for one on ranks
-POOL = pytest.StashKey[Any]()  # the sets of ranks of this session
-PROPERTIES = "mlaunch."  # how the names begin of those that reports have
-CI_COMMAND = "mlaunch_ci_command"  # the attribute of a report with what a CI service is to show; xdist passes it on
+ON_RANKS = "_mlaunch_on_ranks"  # an attribute of the function of a fixture whose values are on ranks
+POOL = pytest.StashKey[Any]()  # the session's RankPool
+PROPERTIES = "mlaunch."  # the prefix of properties in reports
+CI_COMMAND = "mlaunch_ci_command"  # an attribute of a report: what a CI service shows; xdist passes it on
 WANTED = pytest.StashKey[Wanted]()
 _READ = pytest.StashKey[list[pytest.Mark]]()  # the marks that WANTED was read from
 _OURS = pytest.StashKey[pytest.Mark]()
 
 
 def parametrize(metafunc: pytest.Metafunc) -> None:
-    """Makes a test of each size, where the mark has several."""
+    """Make a test of each size, if the mark has several."""
     mark = metafunc.definition.get_closest_marker(NAME)
     sizes = () if mark is None else _sizes(mark, metafunc.definition.nodeid)
     if len(sizes) > 1 and SIZE not in metafunc.fixturenames:
@@ -64,20 +64,20 @@ def take_in(item: pytest.Item) -> bool:
         return False
     item.stash[_READ] = marks
     if not isinstance(item, pytest.Function):
-        item.warn(pytest.PytestWarning(f"{item.nodeid} is no test function; the mark ranks does not count for it"))
+        item.warn(pytest.PytestWarning(f"{item.nodeid} is not a test function; the mark ranks has no effect on it"))
         return False
     options, size = _options(item, marks), _size_of(item, marks[0])
     near = options.get("numa"), options.get("numa_memory")
     shape = Shape(size, options.get("device_type") or "cpu", options.get("backend"), *near)
     item.stash[WANTED] = Wanted(shape, options.get("deadline"), options.get("fresh", False))
-    # pytest selects by keyword arguments of marks alone.
+    # pytest selects only by keyword arguments of marks.
     before, item.stash[_OURS] = item.stash.get(_OURS, None), pytest.mark.ranks(n=size).mark
     item.own_markers[:] = [*(mark for mark in item.own_markers if mark is not before), item.stash[_OURS]]
     return True
 
 
 def _marks_of(item: pytest.Item) -> list[pytest.Mark]:
-    """Return the marks that a test was given, the nearest first; ``pytest.param`` is nearer than the function."""
+    """Return the marks of a test, the nearest first; ``pytest.param`` is nearer than the function."""
     callspec = getattr(item, "callspec", None)
     own = [] if callspec is None else [mark for mark in callspec.marks if getattr(mark, "mark", mark).name == NAME]
     own = [getattr(mark, "mark", mark) for mark in own]
@@ -90,8 +90,8 @@ def _size_of(item: pytest.Function, mark: pytest.Mark) -> int:
     if len(sizes) == 1:
         return sizes[0]
     if callspec is None or SIZE not in callspec.params:
-        where = "given by pytest.param or by a hook, comes too late for a test of each"
-        told = f"the mark ranks{_given(mark)}, {where}: write several sizes on the function, class or module, here one"
+        late = f"the mark ranks{_given(mark)} comes from pytest.param or a hook, too late to make a test of each size"
+        told = f"{late}: give one size there, or write the mark on the function, class or module"
         raise pytest.UsageError(f"{item.nodeid}: {told}")
     return int(callspec.params[SIZE])
 
@@ -104,23 +104,21 @@ def _sizes(mark: pytest.Mark, test: str) -> tuple[int, ...]:
 
 
 def _options(item: pytest.Item, marks: Sequence[pytest.Mark]) -> Mapping[str, Any]:
-    """Returns the options of the mark, where a class or module has it too the nearest."""
+    """Return the options of the mark; if a class or module has it as well, those of the nearest."""
     found: dict[str, Any] = {}
     for mark in reversed(marks):
         found.update(mark.kwargs)
     unknown = sorted(found.keys() - _OPTIONS)
     if unknown:
-        raise pytest.UsageError(f"{item.nodeid}: the mark ranks has no option {unknown[0]!r}; it has {_names()}")
+        raise pytest.UsageError(
+            f"{item.nodeid}: the mark ranks has no option {unknown[0]!r}; it has {', '.join(sorted(_OPTIONS - {'n'}))}"
+        )
     if found.get("fresh", False) not in _LEVELS:
         raise pytest.UsageError(f"{item.nodeid}: fresh={found['fresh']!r}: allowed: False, 'group', True")
     deadline = found.get("deadline")
     if deadline is not None and not (isinstance(deadline, int | float) and deadline > 0):
         raise pytest.UsageError(f"{item.nodeid}: deadline={deadline!r}: allowed: a number of seconds above 0, or None")
     return found
-
-
-def _names() -> str:
-    return ", ".join(sorted(_OPTIONS - {"n"}))
 
 
 def _given(mark: pytest.Mark) -> str:

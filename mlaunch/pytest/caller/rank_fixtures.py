@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pytest
 
 from mlaunch.pytest.caller.mark import ON_RANKS, POOL, Shape
-from mlaunch.pytest.caller.request_facts import facts_of
 from mlaunch.pytest.rank.fixture_steps import Key, OnRank, rank_0s_value, registered
 from mlaunch.pytest.wire.rank_tests import Definition, FixtureStep, RankTest
 
@@ -22,18 +21,18 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 _numbers = itertools.count(1)
-_TWINS = ("monkeypatch", "pytestconfig")  # of pytest's fixtures, those that a fixture has on ranks besides request
+_ON_RANKS = ("monkeypatch", "pytestconfig", "request")  # pytest's fixtures that a fixture can use on ranks
 
 
 def rank_fixture(function: F | None = None, *, ranks: int | None = None, **options: Any) -> Any:
-    """Makes a fixture that is set up on the ranks of the test, and torn down there.
+    """Make a fixture that is set up on the ranks of the test, and torn down there.
 
-    Its value is on each rank that rank's own, and never leaves it: a model, a mesh, a process group. Where ranks are
-    replaced, it is set up again on the new ones.
+    Each rank has its own value, which never leaves it: a model, a mesh, a process group. If ranks are replaced, the
+    fixture is set up again on the new ones.
 
     Args:
-        ranks: Set it up on this many ranks in place of the test's; the test then gets rank 0's value, which has to
-            travel. For what is saved by 4 ranks and loaded by 2.
+        ranks: Set it up on this many ranks in place of the test's; the test then gets rank 0's value, which must be
+            picklable. For what 4 ranks save and 2 load.
         **options: Those of ``pytest.fixture``: scope, params, ids, name, autouse.
 
     Example:
@@ -49,7 +48,7 @@ def rank_fixture(function: F | None = None, *, ranks: int | None = None, **optio
 
 
 def _stand_in(function: Callable[..., Any], key: Key, size: int | None) -> Callable[..., Any]:
-    """Returns the fixture that pytest sees: of the same name and arguments, and with ``request``."""
+    """Return the fixture that pytest sees: of the same name and arguments, and with ``request``."""
     signature = inspect.signature(function)
     names = list(signature.parameters)
     method = names[:1] == ["self"]
@@ -62,7 +61,7 @@ def _stand_in(function: Callable[..., Any], key: Key, size: int | None) -> Calla
 
     ours = [inspect.Parameter("request", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
     theirs = [parameter for parameter in signature.parameters.values() if parameter.name != "request"]
-    # pytest reads the names of arguments there, to set other fixtures up before; of a method it leaves out the first.
+    # pytest reads the names of arguments there, to set up other fixtures first; of a method it leaves out the first.
     parameters = [*theirs[:1], *ours, *theirs[1:]] if method else [*ours, *theirs]
     stand_in.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
@@ -72,7 +71,7 @@ def _stand_in(function: Callable[..., Any], key: Key, size: int | None) -> Calla
 
 
 class RankFixture:
-    """Stands for the values in pytest's process."""
+    """What pytest's process has in place of the values."""
 
     def __init__(
         self,
@@ -90,13 +89,11 @@ class RankFixture:
         self._placed: list[SharedRanks] = []
 
     def on(self, shared: SharedRanks) -> OnRank:
-        """Returns what stands for the values on these ranks, on which it is set up if need be."""
+        """Return what is sent for the values on these ranks; set the fixture up there first if it is not yet."""
         if self._number not in shared.placed:
-            from mlaunch.pytest.caller.fixture_transfer import split_values
+            from mlaunch.pytest.caller.sent_tests import split_values
 
-            values, twins = split_values(
-                self._values, f"rank_fixture {self._function.__name__!r}", (*_TWINS, "request")
-            )
+            values, twins = split_values(self._values, f"rank_fixture {self._function.__name__!r}", _ON_RANKS)
             given = {name: shared.given(value) for name, value in values.items()}
             self._run(shared, self._step(values=given, twins=twins))
             shared.placed[self._number] = self
@@ -104,13 +101,13 @@ class RankFixture:
         return OnRank(self._number)
 
     def value_of(self, size: int) -> Any:
-        """Returns rank 0's value, of ranks of another number."""
+        """Return rank 0's value on another number of ranks."""
         shared = self._request.config.stash[POOL].of(Shape(size, "cpu", None))
         self.on(shared)
         return shared.ranks.run(rank_0s_value, self._number)[0]
 
     def close(self) -> None:
-        """Tears it down where it was set up and ranks are still there."""
+        """Tear it down on each set of ranks that is still there."""
         placed, self._placed = self._placed, []
         for shared in reversed(placed):
             if shared.placed.pop(self._number, None) is self and not shared.gone:
@@ -121,6 +118,8 @@ class RankFixture:
         self._run(shared, self._step(ends=True))
 
     def _run(self, shared: SharedRanks, step: FixtureStep) -> None:
+        from mlaunch.pytest.caller.sent_tests import facts_of
+
         request = self._request
         test = RankTest(
             shared.next_number(),
@@ -138,7 +137,7 @@ class RankFixture:
         self, *, ends: bool = False, values: dict[str, Any] | None = None, twins: tuple[str, ...] = ()
     ) -> FixtureStep:
         owner = self._owner()
-        # A fixture of a test shares the test's instance; others have one of their own.
+        # A fixture of function scope shares the test's instance; others have one of their own.
         test = self._request.node.nodeid if owner and self._request.scope == "function" else ""
         return FixtureStep(
             self._number, self._function.__name__, self._key, ends, values or {}, twins, owner=owner, test=test
@@ -151,10 +150,10 @@ class RankFixture:
         return ".".join(node.name for node in self._request.node.listchain() if isinstance(node, pytest.Class))
 
     def _where(self, step: FixtureStep) -> Definition:
-        from mlaunch.pytest.caller.fixture_transfer import found_at
+        from mlaunch.pytest.caller.sent_tests import found_at
 
         config, module = self._request.config, sys.modules[self._function.__module__]
-        if step.owner:  # the class may be in another module than a base of it that has the fixture
+        if step.owner:  # the fixture may be in a base class from another module
             module = self._request.node.getparent(pytest.Module).obj
         return found_at(config, module, "")
 

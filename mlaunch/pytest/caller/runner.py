@@ -1,12 +1,14 @@
-"""The plugin proper, in pytest's process: runs a marked test on its ranks, and reports what they have found.
+"""The rest of the plugin, in pytest's process: run a marked test on its ranks, and report what they have found.
 
-Setup, teardown, parameters, durations, xfail and reruns stay pytest's own: only the call of the function is ours.
+Setup, teardown, parameters, durations, xfail and reruns stay pytest's own: mlaunch only replaces the call of the
+function.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
 import warnings
 from collections.abc import Generator, Iterator, Sequence
@@ -15,26 +17,18 @@ from typing import Any
 import pytest
 
 from mlaunch.base.exceptions import RanksLost
-from mlaunch.pytest.caller import (
-    class_changes,
-    failure_facts,
-    fixture_transfer,
-    hypothesis_seeds,
-    subtest_reports,
-    unittest_items,
-)
-from mlaunch.pytest.caller.class_changes import GivenAttributes
+from mlaunch.pytest.caller import failure_facts, hypothesis_seeds, sent_tests
 from mlaunch.pytest.caller.debugged_tests import Debugging
-from mlaunch.pytest.caller.judgement import is_out_of_step, judge, judgement_of, pass_on, raise_of, show
-from mlaunch.pytest.caller.mark import POOL, WANTED, Shape, Wanted
-from mlaunch.pytest.caller.rank_pool import RankPool, only_devices_lack
-from mlaunch.pytest.caller.request_facts import facts_of
-from mlaunch.pytest.caller.shared_ranks import Placed, SharedRanks
+from mlaunch.pytest.caller.judgement import is_out_of_step, judge, judgement_of, pass_on, raise_of, report_parts, show
+from mlaunch.pytest.caller.mark import NAME, POOL, WANTED, Shape, Wanted
+from mlaunch.pytest.caller.sent_tests import GivenAttributes
+from mlaunch.pytest.caller.shared_ranks import Placed, RankPool, SharedRanks, only_devices_lack
 from mlaunch.pytest.rank import run_test
-from mlaunch.pytest.wire.rank_tests import Examples, Findings, RankTest, Surroundings
+from mlaunch.pytest.wire.rank_tests import Examples, Findings, RankTest
 
-_PLUGIN = "pytest_timeout"
-_MANY = 10  # tests to come, for which it is worth to have ranks in reserve
+_TIMEOUTS = "pytest_timeout"  # a plugin
+_MANY = 10  # tests to come, for which ranks in reserve are worth their start
+_SET_UP_CLASS = "_unittest_setUpClass_fixture"  # what pytest calls it
 
 _RANKS = pytest.StashKey[SharedRanks]()  # of a test
 _EXAMPLES = pytest.StashKey[Examples | None]()
@@ -51,24 +45,25 @@ class Runner:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self.pool = config.stash[POOL] = RankPool(config)
-        self._fresh: Shape | None = None  # ranks of a test's own, to be ended with it
+        self._fresh: Shape | None = None  # ranks of a test's own, which end with it
         self._debugging = Debugging(config)
         self._to_come = 0  # tests on ranks
 
     def take_in(self, item: pytest.Item) -> None:
-        """Takes over a method of a TestCase, for which no hook would be asked."""
-        class_changes.note(getattr(item, "cls", None))
-        unittest_items.take_in(item, self.run)
+        """Prepare for a test with the mark. pytest calls no hook to run a method of a TestCase: its own is replaced."""
+        sent_tests.note_class(getattr(item, "cls", None))
+        if sent_tests.is_case(item):
+            item.runtest = functools.partial(self.run, item)  # type: ignore[arg-type, method-assign]
 
     def run(self, pyfuncitem: pytest.Function) -> None:
-        """Runs a test on its ranks, and raises what they have found. In place of ``pytest_pyfunc_call``."""
+        """Run a test on its ranks, and raise what they have found. In place of ``pytest_pyfunc_call``."""
         wanted = pyfuncitem.stash[WANTED]
         self._to_come -= 1
         with _timeouts_suspended(pyfuncitem):
             findings = self._found(pyfuncitem, wanted)
         pass_on(pyfuncitem, findings)
         self._print(findings)
-        subtest_reports.report(pyfuncitem, findings)
+        report_parts(pyfuncitem, findings)
         judgement = judge(findings)
         if (drawn := pyfuncitem.stash.get(_EXAMPLES, None)) is not None:
             told = hypothesis_seeds.note(pyfuncitem, drawn, failed=judgement.error is not None)
@@ -76,7 +71,7 @@ class Runner:
         raise_of(judgement)
 
     def _print(self, findings: Findings) -> None:
-        """Print what ranks have written where nothing was to be captured."""
+        """Print what ranks have written while the test had capturing disabled."""
         texts = {rank: verdict.shown for rank, verdict in sorted(findings.verdicts.items()) if verdict.shown}
         capturing: Any = self._config.pluginmanager.get_plugin("capturemanager")
         with contextlib.nullcontext() if capturing is None or not texts else capturing.global_and_fixture_disabled():
@@ -89,7 +84,7 @@ class Runner:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Show what a rank has shown, in place of our own lines, and note what programs are to hear."""
+        """Show what a rank has shown, in place of mlaunch's own lines, and note the facts for programs."""
         report = yield
         wanted = item.stash.get(WANTED, None)
         if wanted is not None and call.when == "setup":
@@ -117,18 +112,18 @@ class Runner:
     def pytest_fixture_setup(
         self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
     ) -> Generator[None, Any, Any]:
-        """Notes values that several tests use: they travel once. Classes that ranks set up are not set up here."""
-        if unittest_items.is_set_up_on_ranks(request, fixturedef.argname):
+        """Note values that several tests use: they are sent once. Classes that ranks set up are not set up here."""
+        if _is_set_up_on_ranks(request, fixturedef.argname):
             # Its own function would run setUpClass in pytest's process.
             object.__setattr__(fixturedef, "func", _nothing)
         value = yield
         if fixturedef.scope != "function" and not isinstance(value, _SMALL):
-            # With the value, or its number would be another object's once it is gone.
-            self.pool.wide[id(value)] = (fixturedef, value)
+            # With the value: once that is gone, its id may be another object's.
+            self.pool.wide.found[id(value)] = (fixturedef, value)
         return value
 
     def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
-        """Frees a value on the ranks with its fixture."""
+        """Free a value on the ranks with its fixture."""
         self.pool.forget(fixturedef)
 
     def pytest_runtest_logfinish(self) -> None:
@@ -142,7 +137,7 @@ class Runner:
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
-        """Ends all ranks after the last test, before others see to what these have written: the innermost wrapper."""
+        """End all ranks after the last test, before other plugins read their files: the innermost wrapper."""
         self._to_come = sum(item.stash.get(WANTED, None) is not None for item in session.items)
         try:
             return (yield)
@@ -150,7 +145,7 @@ class Runner:
             self.pool.close()
 
     def pytest_sessionfinish(self) -> None:
-        """End ranks that there are all the same: a fixture gave the only mark, after the loop had begun."""
+        """End ranks that were started though the loop saw no mark: a fixture gave it later."""
         self.pool.close()
 
     # The run of a test
@@ -162,20 +157,21 @@ class Runner:
             return self._run(item, wanted)
 
     def _run(self, item: pytest.Function, wanted: Wanted) -> Findings:
-        values, made = fixture_transfer.split(item)
+        values, made = sent_tests.split(item)
         if self._debugging.wanted and not _placed(item):
             return self._debugged(item, wanted, values, made)
         shared = self._place(item, wanted, _placed(item))
         ran = list(shared.ran)
-        test = self._test(item, values, made)
+        test = _sent_test(item, values, made)
         findings = self._sent(shared, self._for(shared, item, test), values, self._deadline(item, wanted))
-        if not all(verdict.outcome == "passed" for verdict in findings.verdicts.values()) or findings.told:
-            item.add_report_section("call", "ranks", _history(ran)) if ran else None
+        failed = findings.told or not all(verdict.outcome == "passed" for verdict in findings.verdicts.values())
+        if failed and ran:
+            item.add_report_section("call", "ranks", _history(ran))
         self._look_after(shared, findings)
         return findings
 
     def _place(self, item: pytest.Function, wanted: Wanted, made: Sequence[Placed]) -> SharedRanks:
-        """Return the ranks of a test, on which its fixtures are that are made there."""
+        """Return the ranks of a test, with the fixtures on them that are made there."""
         shared = item.stash.get(_RANKS, None)
         if shared is None or shared.gone or shared.is_out_of_step:
             item.stash[_RANKS] = shared = self._ranks(wanted)
@@ -187,7 +183,7 @@ class Runner:
         return shared
 
     def _for(self, shared: SharedRanks, item: pytest.Function, test: RankTest) -> RankTest:
-        """Return a test as these ranks are to get it, who may have some of its values already."""
+        """Return a test as these ranks get it, without the values that they have already."""
         self.pool.suspect(item)
         return dataclasses.replace(
             test,
@@ -200,7 +196,7 @@ class Runner:
     def _debugged(
         self, item: pytest.Function, wanted: Wanted, values: dict[str, Any], made: tuple[str, ...]
     ) -> Findings:
-        test = dataclasses.replace(self._test(item, values, made), changes=GivenAttributes().changes(item.cls))
+        test = dataclasses.replace(_sent_test(item, values, made), changes=GivenAttributes().changes(item.cls))
         with self._devices_or_skip(wanted):
             return self._debugging.run(item, wanted.shape, test, self._deadline(item, wanted))
 
@@ -231,28 +227,9 @@ class Runner:
             raise
         except Exception:  # whatever a __reduce__ may raise
             shared.classes = GivenAttributes()
-            if not (told := fixture_transfer.who_cannot(values) or fixture_transfer.state_that_cannot(test)):
+            if not (told := sent_tests.why_not_sent(test, values)):
                 raise
             raise pytest.fail.Exception(told, pytrace=False) from None
-
-    def _test(self, item: pytest.Function, values: dict[str, Any], made: tuple[str, ...]) -> RankTest:
-        asks = "request" in made
-        item.stash[_EXAMPLES] = drawn = hypothesis_seeds.examples_for(item)
-        marks = fixture_transfer.marks_of(item, every=asks)
-        return RankTest(
-            1,  # of ranks that have run no other; others get their own
-            item.nodeid,
-            item.name,
-            fixture_transfer.definition_of(item),
-            Surroundings({}, None, None),
-            unittest_items.state_of(item),
-            values,
-            made,
-            tuple(mark for mark in marks if mark.name == "filterwarnings"),
-            facts_of(item._request, marks, of_test=True) if asks else None,
-            examples=drawn,
-            rewritten=fixture_transfer.rewritten(item.config),
-        )
 
     def _deadline(self, item: pytest.Item, wanted: Wanted) -> float:
         config = self._config
@@ -260,7 +237,7 @@ class Runner:
         return min(float(own), _timeout_of(item) or float(own))
 
     def _look_after(self, shared: SharedRanks, findings: Findings) -> None:
-        """Replaces ranks that are out of step, or whose memory has grown too much."""
+        """Replace ranks that are out of step, or whose memory has grown too much."""
         if is_out_of_step(findings):
             shared.is_out_of_step = True
             self.pool.drop(shared.shape)
@@ -276,13 +253,25 @@ class Runner:
             )
 
 
+def _sent_test(item: pytest.Function, values: dict[str, Any], made: tuple[str, ...]) -> RankTest:
+    item.stash[_EXAMPLES] = drawn = hypothesis_seeds.examples_for(item)
+    return sent_tests.sent_test(item, values, made, drawn)
+
+
+def _is_set_up_on_ranks(request: pytest.FixtureRequest, name: str) -> bool:
+    """True if a fixture stands for ``setUpClass`` of a class with the mark that is not skipped."""
+    if not name.startswith(_SET_UP_CLASS) or getattr(request.cls, "__unittest_skip__", False):
+        return False
+    return any(mark.name == NAME for mark in request.node.iter_markers())
+
+
 def _placed(item: pytest.Function) -> list[Placed]:
     """Return the fixtures of a test that are made on ranks, whether or not its arguments name them."""
     return [value for value in item.funcargs.values() if isinstance(value, Placed)]
 
 
 def _nothing(request: pytest.FixtureRequest) -> None:
-    """Does nothing, in place of a fixture that is for the ranks."""
+    """Do nothing, in place of a fixture that is for the ranks."""
 
 
 def _history(ran: list[str]) -> str:
@@ -291,7 +280,7 @@ def _history(ran: list[str]) -> str:
 
 
 def _timeout_of(item: pytest.Item) -> float:
-    """Returns the seconds that pytest-timeout gives a test; 0: no limit. On ranks the deadline keeps it."""
+    """Return the seconds that pytest-timeout gives a test; 0: no limit. On ranks the deadline keeps it."""
     mark = item.get_closest_marker("timeout")
     given = (mark.args[0] if mark.args else mark.kwargs.get("timeout")) if mark is not None else None
     return float(getattr(item.config, "_env_timeout", None) or 0 if given is None else given)
@@ -299,9 +288,9 @@ def _timeout_of(item: pytest.Item) -> float:
 
 @contextlib.contextmanager
 def _timeouts_suspended(item: pytest.Item) -> Iterator[None]:
-    """Makes pytest-timeout wait while the ranks run: it would interrupt pytest's process before these have answered."""
+    """Stop pytest-timeout's timer while ranks run: it would interrupt pytest's process before these have answered."""
     hooks: Any = item.ihook
-    settings = getattr(sys.modules.get(_PLUGIN), "_get_item_settings", None)
+    settings = getattr(sys.modules.get(_TIMEOUTS), "_get_item_settings", None)
     if settings is None or not hasattr(hooks, "pytest_timeout_cancel_timer"):
         yield
         return

@@ -1,4 +1,4 @@
-"""A set of ranks that tests of one shape share: what it holds for them, and how it runs one."""
+"""The sets of ranks that tests share: one for each shape, for the session, as long as its ranks are in step."""
 
 from __future__ import annotations
 
@@ -21,34 +21,38 @@ from mlaunch.caller.ranks.kept_call import RanksFuture
 from mlaunch.caller.ranks.ranks import Ranks
 from mlaunch.protocol import pickling
 from mlaunch.protocol.calls import Call
-from mlaunch.pytest.caller import class_changes, early_server, xdist_workers
-from mlaunch.pytest.caller.findings import beginning_of, findings_of
-from mlaunch.pytest.caller.judgement import is_out_of_step, judge, raise_of, warn_of
-from mlaunch.pytest.caller.mark import Shape
-from mlaunch.pytest.rank import isolation, process_states, run_test
+from mlaunch.pytest.caller import early_server, xdist_workers
+from mlaunch.pytest.caller.beginning import beginning_of, coverage_plan
+from mlaunch.pytest.caller.judgement import findings_of, is_out_of_step, judge, raise_of, warn_of
+from mlaunch.pytest.caller.mark import ON_RANKS, Shape
+from mlaunch.pytest.caller.sent_tests import GivenAttributes
+from mlaunch.pytest.rank import isolation, run_test
 from mlaunch.pytest.wire import rank_barrier
 from mlaunch.pytest.wire.rank_tests import Findings, RankTest, Surroundings, Verdict, light
 
 _numbers = itertools.count(1)  # of tests and of steps for fixtures
 _REMEMBERED = 20  # tests
-# Not the launcher's 5 s: a test that hangs is not saving anything.
-_GRACE = 2.0  # seconds
-Wide = dict[int, tuple[object, Any]]  # values of wider scope than a test's, by id, and the fixtures that they are of
+_GRACE = 2.0  # seconds; not the launcher's 5: a test that hangs is not saving anything
+_SETS_ON_CPUS = 4
 
 
-class Values(Protocol):
-    """The values of fixtures of wider scope. ``suspects``: those that another fixture may change, by id."""
+@dataclasses.dataclass
+class WideValues:
+    """The values of fixtures of wider scope than a test's, by id, each with its fixture.
 
-    wide: Wide
-    suspects: set[int]
+    ``suspects``: those that another fixture may change.
+    """
+
+    found: dict[int, tuple[object, Any]] = dataclasses.field(default_factory=dict)
+    suspects: set[int] = dataclasses.field(default_factory=set)
 
 
 @runtime_checkable
 class Placed(Protocol):
-    """Stands for values that are made on ranks."""
+    """A fixture in pytest's process whose values are made on ranks."""
 
     def on(self, shared: SharedRanks) -> object:
-        """Returns what travels for those on these ranks, on which they are made if need be."""
+        """Return what is sent for the values on these ranks; make them there first if they are not there yet."""
 
     def end_on(self, shared: SharedRanks) -> None:
         """Take them down there."""
@@ -57,19 +61,21 @@ class Placed(Protocol):
 class SharedRanks:
     """One set of ranks, what it holds for tests, and which tests it has run.
 
-    ``like``: others, whose place these are to take later; they get ready meanwhile.
+    ``like``: ranks that these will replace later; they get ready meanwhile.
     """
 
-    def __init__(self, shape: Shape, config: pytest.Config, values: Values, like: SharedRanks | None = None) -> None:
+    def __init__(
+        self, shape: Shape, config: pytest.Config, values: WideValues, like: SharedRanks | None = None
+    ) -> None:
         self.shape = shape
         self._values = values
         self.ran: deque[str] = deque(maxlen=_REMEMBERED)
         self.fixtures: dict[object, Held] = {}
         self.placed: dict[int, Placed] = {}  # by number, in the order in which they were set up
         self._prints: dict[object, bytes | None] = {}
-        self.classes = class_changes.GivenAttributes()
+        self.classes = GivenAttributes()
         self.is_out_of_step = False
-        self.has_class = False  # that is to be torn down there
+        self.has_class = False  # which is torn down before the ranks end
         self._environ, self._directory, self._path = dict(os.environb), os.getcwd(), list(sys.path)
         self._loaded: dict[str, RankTest] = {}  # by file
         self._ready: list[RanksFuture] = []
@@ -111,13 +117,13 @@ class SharedRanks:
         )
 
     def _load_latest(self, like: SharedRanks) -> None:
-        # The latest alone: the tests to come are mostly of that file.
+        # Only the latest: the next tests are mostly of that file.
         for file, test in list(like._loaded.items())[-1:]:
             self._ready.append(self.ranks.submit(run_test.load, test))
             self._loaded[file] = test
 
     def is_ready(self) -> bool:
-        """Waits until these ranks are, which were started ahead; tells whether nothing has gone wrong."""
+        """Wait for ranks that were started ahead. True if nothing has gone wrong."""
         try:
             for future in self._ready:
                 future.result()
@@ -127,12 +133,12 @@ class SharedRanks:
 
     @property
     def is_due(self) -> bool:
-        """Whether another xdist worker is to have its devices."""
+        """True if another xdist worker is to have its devices."""
         return self._place.are_due()
 
     @property
     def gone(self) -> bool:
-        """Whether its ranks have ended."""
+        """True if its ranks have ended."""
         return not self.ranks.owner
 
     def next_number(self) -> int:
@@ -140,10 +146,10 @@ class SharedRanks:
         return next(_numbers)
 
     def run(self, test: RankTest, deadline: float) -> Findings:
-        """Runs a test, whatever comes of it.
+        """Run a test; return what its ranks have found, also if that is a failure.
 
         Raises:
-            TypeError: A value cannot travel.
+            TypeError: A value cannot be sent.
             RanksLost: The ranks had ended before.
         """
         self._load(test)
@@ -170,7 +176,7 @@ class SharedRanks:
             self.ranks.run(run_test.load, bare)
 
     def run_step(self, step: RankTest) -> None:
-        """Set a fixture up on these ranks, or tear it down; raise what they have found."""
+        """Set a fixture up on these ranks, or tear it down; raise what they have raised."""
         findings = self.run(step, self.deadline)
         warn_of(findings)
         self.is_out_of_step |= is_out_of_step(findings)
@@ -181,10 +187,10 @@ class SharedRanks:
         return findings_of(error, report, test, self.shape.size, self._log, after)
 
     def given(self, value: Any) -> Any:
-        """Returns what travels for a value: the handle of what these ranks have of it, or the value."""
+        """Return what is sent for a value: a handle if these ranks hold it, or the value."""
         if isinstance(value, Placed):
             return value.on(self)
-        owner, known = self._values.wide.get(id(value), (None, None))
+        owner, known = self._values.found.get(id(value), (None, None))
         if known is not value or owner is None:
             return value
         key = owner, id(value)
@@ -194,16 +200,16 @@ class SharedRanks:
             self.fixtures.pop(key).free()
         if key not in self.fixtures:
             try:
-                # Once for each set of ranks: a data set of a session's fixture would travel with each test.
+                # Once for each set of ranks: a data set of a session's fixture would be sent with each test.
                 self.fixtures[key] = self.ranks.hold(_same, value)
                 self._prints[key] = now
-            except Exception:  # it cannot travel; the call names it
+            except Exception:  # it cannot be sent; the call says why
                 return value
         return self.fixtures[key]
 
     def surroundings(self) -> Surroundings:
-        """Says what of this process's has changed since the ranks began."""
-        found = process_states.changed_variables(self._environ).items()
+        """Return what has changed in this process since the ranks began."""
+        found = isolation.changed_variables(self._environ).items()
         changed = {os.fsdecode(name): None if value is None else os.fsdecode(value) for name, value in found}
         there, path = os.getcwd(), list(sys.path)
         return Surroundings(
@@ -211,7 +217,7 @@ class SharedRanks:
         )
 
     def grown(self, verdicts: dict[int, Verdict], limit: int) -> int:
-        """Returns by how many MiB a rank has grown, if that is above the limit also when it has collected; else 0."""
+        """Return by how many MiB a rank has grown if that is above the limit even after garbage collection; else 0."""
         most = max((verdict.resident for verdict in verdicts.values()), default=0)
         self._resident = most if self._resident is None else self._resident
         if most - self._resident <= limit or self.gone:
@@ -220,7 +226,7 @@ class SharedRanks:
         return grown if grown > limit else 0
 
     def close(self) -> None:
-        """Ends the ranks, after what they have of a test's class and of fixtures."""
+        """Tear down the test's class and the fixtures on the ranks, then end the ranks."""
         placed, self.placed = self.placed, {}
         if not self.is_out_of_step:  # else one of them could wait for another for ever
             self._end_class()
@@ -240,7 +246,7 @@ class SharedRanks:
                 ).result()
 
     def _end(self, fixture: Placed) -> None:
-        """Tear a fixture down that other ranks may have yet: what it raises belongs to no test."""
+        """Tear a fixture down that other ranks may still have: what it raises belongs to no test."""
         if self.gone:
             return
         try:
@@ -253,7 +259,7 @@ class SharedRanks:
 
 
 class _Digest:
-    """What is pickled into, to be compared."""
+    """A file that keeps only the hash of what is written, for ``fingerprint``."""
 
     def __init__(self) -> None:
         self.hash = hashlib.blake2b()
@@ -269,15 +275,115 @@ class _Digest:
 
 
 def fingerprint(value: object) -> bytes:
-    """Return what is different once a value has changed."""
+    """Return a hash that differs once a value has changed; b"" if the value cannot be pickled."""
     digest = _Digest()
     try:
         for buffer in pickling.pickle_by_value(digest, value).buffers:
             digest.write(buffer)
-    except Exception:  # it cannot travel; the call names it
+    except Exception:  # the call says why
         return b""
     return digest.hash.digest()
 
 
 def _same(value: Any) -> Any:
     return value
+
+
+class RankPool:
+    """The sets of a session; the one that was used last is at the end."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self.sets: dict[Shape, SharedRanks] = {}
+        self.wide = WideValues()
+        self._next: SharedRanks | None = None  # started ahead
+
+    def of(self, shape: Shape) -> SharedRanks:
+        """Return the set of this shape; a new one if there is none or its ranks have ended. ValueError as of Ranks."""
+        found = self.sets.get(shape)
+        if found is not None and not (found.gone or found.is_out_of_step):
+            self.sets[shape] = self.sets.pop(shape)
+            return found
+        self.drop(shape)
+        self._make_room(shape)
+        xdist_workers.warn_of_cores(shape)
+        self.sets[shape] = made = self._started_ahead(shape) or SharedRanks(shape, self._config, self.wide)
+        return made
+
+    def _started_ahead(self, shape: Shape) -> SharedRanks | None:
+        found = self._next
+        if found is None or found.shape != shape:
+            return None
+        self._next = None
+        if found.is_ready():
+            return found
+        found.close()
+        return None
+
+    def start_ahead(self) -> None:
+        """Start ranks that will replace those used last if these are lost; do not wait for them.
+
+        Only on CPUs, where nobody else needs what they hold.
+        """
+        if not (self._config.getini("ranks_reserve") and self.sets):
+            return
+        # Several workers have no cores to spare; and coverage would record the ranks in reserve, too.
+        if xdist_workers.count() > 1 or coverage_plan(self._config) is not None:
+            return
+        like = list(self.sets.values())[-1]
+        if self._next is not None and self._next.shape != like.shape:
+            self._next.close()
+            self._next = None
+        if self._next is None and like.shape.device_type == "cpu":
+            with contextlib.suppress(LaunchError, OSError, ValueError):  # a limit; the test that needs them will say so
+                self._next = SharedRanks(like.shape, self._config, self.wide, like)
+
+    def suspect(self, item: pytest.Function) -> None:
+        """Note which values of wider scope other fixtures of a test ask for: these may change them."""
+        for fixtures in item._fixtureinfo.name2fixturedefs.values():
+            if getattr(fixtures[-1].func, ON_RANKS, False):
+                continue
+            for name in fixtures[-1].argnames:
+                if name in item.funcargs and id(item.funcargs[name]) in self.wide.found:
+                    self.wide.suspects.add(id(item.funcargs[name]))
+
+    def forget(self, owner: object) -> None:
+        """Free the values of a fixture that is torn down."""
+        for key in [key for key, (whose, _) in self.wide.found.items() if whose is owner]:
+            del self.wide.found[key]
+            self.wide.suspects.discard(key)
+            for shared in self.sets.values():
+                if (held := shared.fixtures.pop((owner, key), None)) is not None:
+                    held.free()
+
+    def drop(self, shape: Shape) -> None:
+        """End the set of this shape, if there is one."""
+        found = self.sets.pop(shape, None)
+        if found is not None:
+            found.close()
+
+    def give_back(self) -> None:
+        """End the sets whose devices other xdist workers wait for. Call it between two tests."""
+        for shape in [shape for shape, shared in self.sets.items() if shared.is_due]:
+            self.drop(shape)
+
+    def close(self) -> None:
+        """End all sets."""
+        for shape in list(self.sets):
+            self.drop(shape)
+        if self._next is not None:
+            self._next.close()
+            self._next = None
+
+    def _make_room(self, shape: Shape) -> None:
+        """End sets on the same accelerators; on CPUs those unused for longest, if there are many."""
+        alike = [other for other in self.sets if other.device_type == shape.device_type]
+        # On accelerators one: two sets would share their memory.
+        most = _SETS_ON_CPUS if shape.device_type == "cpu" else 1
+        for other in alike[: max(0, len(alike) - most + 1)]:
+            self.drop(other)
+
+
+def only_devices_lack(error: ValueError, shape: Shape) -> bool:
+    """True if this machine has too few devices for a shape, or none of the kind."""
+    return shape.device_type != "cpu" and ("visible here" in str(error) or "no such device" in str(error))

@@ -1,4 +1,4 @@
-"""What the workers of pytest-xdist share: the cores of a machine, and its accelerators, of which each leases some."""
+"""What the workers of pytest-xdist share: the machine's cores, and its accelerators, which they lease."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from mlaunch.rank.setup import device
 
 _THREADS = "OMP_NUM_THREADS"
 _WORKER = "PYTEST_XDIST_WORKER"
-_TERM = 10.0  # seconds for which a worker keeps devices that others wait for: new ranks take seconds to start on them
+_TERM = 10.0  # seconds that a worker keeps devices that others wait for: new ranks take seconds to start on them
 
 
 def count() -> int:
-    """Returns how many workers run tests at the same time; 1 without xdist."""
+    """Return how many workers run tests at the same time; 1 without xdist."""
     return int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
 
 def share_of_cores(size: int) -> dict[str, str]:
-    """Returns what gives each rank its share of the cores where other workers have ranks, too."""
+    """Return variables that give each rank its share of the cores; none if there are no other workers."""
     if count() == 1 or _THREADS in os.environ:
         return {}
     return {_THREADS: str(device.threads_of(size * count()))}
 
 
 def warn_of_cores(shape: Shape) -> None:
-    """Warns where the ranks of all workers are more than the cores. One worker does for all, as its ranks begin."""
+    """Warn if all workers together have more ranks than cores. One worker does it for all, as its ranks begin."""
     cores, first = device.usable_cpus(), os.environ.get(_WORKER) == "gw0"
     if first and shape.device_type == "cpu" and count() * shape.size > cores:
         told = (
@@ -47,17 +47,17 @@ def warn_of_cores(shape: Shape) -> None:
 
 
 class WorkerDevices:
-    """The accelerators of one set of ranks, which no other worker has meanwhile; of ranks on CPUs nothing.
+    """The accelerators of one set of ranks, which no other worker has meanwhile; none for ranks on CPUs.
 
-    ``devices``: their numbers; ``environ``: what tells the ranks of it.
+    ``devices``: their numbers; ``environ``: the variables by which ranks know them.
     """
 
     def __init__(self, shape: Shape, patience: float) -> None:
-        """Waits for as many as a shape wants, for ``patience`` seconds.
+        """Wait for as many as a shape wants, for ``patience`` seconds.
 
         Raises:
             ValueError: This machine does not have so many.
-            pytest.fail.Exception: Others have kept them for so long.
+            pytest.fail.Exception: Others kept them for that long.
         """
         self.devices: Sequence[int] | None = None
         self.environ: Mapping[str, str] = {}
@@ -68,8 +68,7 @@ class WorkerDevices:
         name = f"pytest's worker {os.environ.get(_WORKER, '')}"
         request = requests.request_of(options, warm_server.get(os.environ), os.environ, name)
         if request.numbers is not None:  # else the ranks are on CPUs
-            # One set at a time: a worker that kept devices while it waits for more could wait for one that does the
-            # same.
+            # One set at a time: two workers that keep devices and wait for more could wait for each other.
             self._lease = _wait(request, patience)
             granted = request.granted(self._lease)
             self.devices = granted.options.devices
@@ -77,14 +76,14 @@ class WorkerDevices:
         self._since = time.monotonic()
 
     def are_due(self) -> bool:
-        """Tells whether another worker waits for them, and this one has had them for long enough."""
+        """True if another worker waits for them, and this one has had them for long enough."""
         if self._lease is None or time.monotonic() - self._since < _TERM:
             return False
         names = set(self._lease.names)
         return any(names & set(waiting.get("names", ())) for waiting in standing(place(os.environ))[1])
 
     def close(self) -> None:
-        """Gives them back."""
+        """Give the devices back."""
         if self._lease is not None:
             self._lease.close()
 
@@ -110,6 +109,6 @@ def _wait(request: requests.LeaseRequest, patience: float) -> DeviceLease:
 
 def _told(request: requests.LeaseRequest, acquisition: Acquisition, patience: float) -> str:
     return (
-        f"{request.waits_for(acquisition)}: not had within {patience:g} s, the deadline of a test (ranks_deadline) for "
-        f"each of {count()} workers; run fewer workers (-n), or see who has the devices: mlaunch ps"
+        f"{request.waits_for(acquisition)}: it did not get them within {patience:g} s (ranks_deadline for each of "
+        f"{count()} workers); run fewer workers (-n), or see who has the devices: mlaunch ps"
     )

@@ -1,6 +1,6 @@
-"""Pytest's own explanations, in a rank: assertions rewritten, comparisons with their difference, tracebacks as its own.
+"""pytest's own explanations in a rank: rewritten assertions, differences of compared values, tracebacks.
 
-For that a rank has a configuration like that of pytest's process, made once, before it imports a test's module.
+For these a rank makes a configuration like that of pytest's process, before it imports a test's module.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ class Explanation:
         return function, holder if isinstance(holder, type) else None
 
     def rewrite(self, names: tuple[str, ...]) -> None:
-        """Have the assertions of these modules explain themselves, as in pytest's process."""
+        """Rewrite the assertions of these modules on import, as in pytest's process."""
         if names == self._rewritten:
             return
-        with warnings.catch_warnings():  # of those that are imported already
+        with warnings.catch_warnings():  # pytest warns of modules that are imported already
             warnings.simplefilter("ignore")
             pytest.register_assert_rewrite(*names)
         self._rewritten = names
 
     def found(self, definition: Definition, path: str) -> Any:
-        """Return what the module of a definition has at a path of names; at "" the module."""
+        """Return what the module of a definition has under a dotted name; the module itself for ""."""
         for name, file in definition.conftests:
             self._take_conftest(name, file)
         found: Any = _module(definition.module, definition.file)
@@ -68,13 +68,13 @@ class Explanation:
             self._conftests.add(file)
             module = _module(name, file)
             if hasattr(module, "pytest_assertrepr_compare") or hasattr(module, "pytest_addoption"):
-                with contextlib.suppress(Exception):  # one that needs plugins which are not here
+                with contextlib.suppress(Exception):  # it may need plugins that ranks do not load
                     self.config.pluginmanager.register(module, file)
 
     def of_error(
         self, error: BaseException, function: Callable[..., Any] | None, owner: type | None
     ) -> tuple[Any, tuple[str, int] | None]:
-        """Returns what pytest shows of an exception of a function, and where it was raised."""
+        """Return what pytest shows of an exception of a function, and where it was raised."""
         excinfo = pytest.ExceptionInfo.from_exception(error)
         is_case = owner is not None and issubclass(owner, unittest.TestCase)
         item: Any = object.__new__(TestCaseFunction if is_case else pytest.Function)  # its constructor sets up fixtures
@@ -87,8 +87,8 @@ class Explanation:
 
 
 def _configured(beginning: Beginning) -> pytest.Config:
-    """Returns a configuration with the options that pytest was given, and few of its plugins."""
-    # addopts and required_plugins were obeyed in pytest's process, and may name plugins that are not loaded here.
+    """Return a configuration with pytest's options, but few of its plugins."""
+    # addopts and required_plugins took effect in pytest's process, and may name plugins that are not loaded here.
     args = ["--rootdir", beginning.rootdir, "--noconftest"]
     for override in [*(beginning.options.get("override_ini") or ()), "addopts=", "required_plugins="]:
         args += ["-o", override]
@@ -105,9 +105,9 @@ def _configured(beginning: Beginning) -> pytest.Config:
 
 
 class RankTerminal:
-    """Stands for pytest's terminal, which comparisons are coloured for; nothing is written to it.
+    """In place of pytest's terminal, for which comparisons are coloured; nothing is written to it.
 
-    pytest 8 asks for its writer whether there is a terminal or not.
+    pytest 8 asks for its writer even if there is no terminal.
     """
 
     def __init__(self, config: pytest.Config, *, colored: bool) -> None:
@@ -116,7 +116,7 @@ class RankTerminal:
 
 
 def _bind_comparisons(config: pytest.Config) -> None:
-    """Lets assertions ask the hook that explains comparisons, for good: by pytest's own code."""
+    """Have pytest's own code bind assertions to the hook that explains comparisons, until the rank ends."""
     import _pytest.assertion
 
     around = _pytest.assertion.pytest_runtest_protocol(types.SimpleNamespace(config=config, ihook=config.hook))  # type: ignore[arg-type]
@@ -124,12 +124,12 @@ def _bind_comparisons(config: pytest.Config) -> None:
     _kept.append(around)
 
 
-_kept: list[object] = []  # what ends with the rank
+_kept: list[object] = []  # generators, which would unbind as they are collected
 
 
 @contextlib.contextmanager
 def _quietly(directory: str) -> Iterator[None]:
-    """Makes a configuration as in pytest's directory, without installed plugins, and without its warnings."""
+    """Change to pytest's directory; load no installed plugins and show no warnings meanwhile."""
     before, there = os.environ.get(_NO_PLUGINS), os.getcwd()
     # Installed plugins may start servers, take locks, or write files, once for each rank.
     os.environ[_NO_PLUGINS] = "1"
@@ -150,11 +150,11 @@ def _quietly(directory: str) -> Iterator[None]:
 
 
 def _module(name: str, file: str) -> types.ModuleType:
-    """Returns the module of a file, under the name that it has in pytest's process, whatever the import mode."""
+    """Return the module of a file, under its name in pytest's process, whatever the import mode."""
     found = sys.modules.get(name)
     if found is not None and _is_of(found, file):
         return found
-    pytest.register_assert_rewrite(name)  # a file given by name need not look like a test's
+    pytest.register_assert_rewrite(name)  # its name may not match python_files
     with contextlib.suppress(ImportError, AttributeError, ValueError):
         spec = importlib.util.find_spec(name) if found is None else None
         if spec is not None and spec.origin is not None and os.path.samefile(spec.origin, file):
@@ -176,7 +176,7 @@ def _from_file(name: str, file: str) -> types.ModuleType:
     if spec is None or spec.loader is None:
         raise ImportError(f"no module can be made of {file}", name=name)
     module = importlib.util.module_from_spec(spec)
-    # Before it is executed, as the import system does: it may import itself, and dataclasses look it up.
+    # Before it is executed, as the import system does: it may import itself, and dataclasses look it up here.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)

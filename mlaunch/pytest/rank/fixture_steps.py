@@ -1,4 +1,4 @@
-"""Fixtures on ranks, in the ranks: their setup, their values, and their end."""
+"""Fixtures in the ranks: setup, values and teardown."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 
 from mlaunch.pytest.rank import group_names
-from mlaunch.pytest.rank.rank_request import Place, RankRequest
+from mlaunch.pytest.rank.rank_place import Place
+from mlaunch.pytest.rank.rank_request import RankRequest
 from mlaunch.pytest.wire.rank_tests import FixtureStep, RankTest
 
-Key = tuple[str, str, int]  # a file, a name in it, and which of those: a function may make several
+Key = tuple[str, str, int]  # file, name, and which of this name: a function may make several
 _functions: dict[Key, Callable[..., Any]] = {}  # in every process that imports them
 
 
 def registered(function: Callable[..., Any]) -> Key:
-    """Note a function under a key that is the same in each process that imports it."""
+    """Register a function; return its key, which is the same in each process that imports it."""
     file, name = function.__code__.co_filename, function.__qualname__
     ordinal = next(number for number in itertools.count() if (file, name, number) not in _functions)
     _functions[file, name, ordinal] = function
@@ -26,7 +27,7 @@ def registered(function: Callable[..., Any]) -> Key:
 
 
 class OnRank:
-    """Stands for the values on its way there, where it becomes the rank's own."""
+    """A fixture's value among a test's arguments; on a rank it is unpickled as that rank's value."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -45,7 +46,7 @@ def value_here(number: int) -> Any:
 
 
 def rank_0s_value(number: int) -> Any:
-    """Return it on rank 0, where it is wanted."""
+    """Return the value of a fixture on rank 0, and None on the others."""
     from mlaunch.protocol import this_rank
 
     here = this_rank.this_rank
@@ -53,12 +54,12 @@ def rank_0s_value(number: int) -> Any:
 
 
 def function_here(step: FixtureStep) -> Callable[..., Any]:
-    """Return the function of a fixture; its module has been imported."""
+    """Return the function of a fixture whose module has been imported."""
     return _functions[step.function]
 
 
 def take(test: RankTest, step: FixtureStep, place: Place, config: pytest.Config) -> None:
-    """Set a fixture up on this rank, or tear it down. Collective, if the fixture is."""
+    """Set a fixture up on this rank, or tear it down. Collective if the fixture is."""
     if step.ends:
         _values.pop(step.number, None)
         with _finalizers.pop(step.number, contextlib.nullcontext()):
@@ -87,7 +88,7 @@ def _made(test: RankTest, step: FixtureStep, place: Place, config: pytest.Config
 
 
 class _Finalized:
-    """What pytest's own code asks of the request of a fixture."""
+    """What pytest's own code needs of a fixture's request."""
 
     def __init__(self, name: str, add: Callable[..., object]) -> None:
         self.fixturename, self.addfinalizer = name, add

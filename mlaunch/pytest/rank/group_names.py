@@ -1,8 +1,8 @@
-"""Names of a test's own for its process groups and its keys in the store. Everything here runs in the ranks.
+"""Names of process groups and of keys in the store that are a test's own.
 
-torch names a group by a count, or by its ranks where they alone make it, and keeps where its members can be reached
-under that name. A test that made a group on some ranks, or failed before all had made it, would leave counts that
-differ and addresses that are no longer anybody's.
+torch names a group by a count, or by its ranks if only they make it, and keeps the addresses of its members under that
+name. A test that made a group on some ranks, or failed before all had made it, would leave counts that differ and
+addresses of nobody.
 """
 
 from __future__ import annotations
@@ -19,33 +19,35 @@ from mlaunch.torch_parts import process_groups
 _SPACE = 1000  # groups that one test may make
 _FIXTURES = 10**9  # the first number of their groups
 _CLASSES = 2 * 10**9
-_left: set[Any] = set()  # what the test before has made
-_kept: set[Any] = set()  # what the class of the tests has made
-_over: list[Any] = []  # destroyed; other ranks may still be in them, so what they have open ends with the next test
+_left: set[Any] = set()  # groups that the last test has made
+_kept: set[Any] = set()  # groups that the tests' class has made
+_over: list[
+    Any
+] = []  # destroyed groups; other ranks may still be in them, so their connections close with the next test
 
 
 def for_test(number: int) -> contextlib.AbstractContextManager[None]:
-    """Gives a test its names, and destroys the groups of the one before. Ranks count their operations from here on."""
+    """Give a test its names, and destroy the groups of the last one. Ranks count their operations from here on."""
     return _apart(f"test {number}", number * _SPACE)
 
 
 @contextlib.contextmanager
 def counted() -> Iterator[None]:
-    """Have ranks count their operations from here on."""
+    """Count this rank's operations from here on."""
     in_step.begin_call(this_rank.call)
     yield
 
 
 @contextlib.contextmanager
 def for_fixture(number: int) -> Iterator[None]:
-    """Gives the setup of a fixture its names; the groups stay until the fixture destroys them."""
+    """Give the setup of a fixture its names; the groups stay until the fixture destroys them."""
     with _own_names(f"fixture {number}", _FIXTURES + number * _SPACE):
         yield
 
 
 @contextlib.contextmanager
 def for_class(number: int) -> Iterator[None]:
-    """Gives the setup of a test's class its names, within the first test; the groups stay as those of fixtures do."""
+    """Give the setup of a test's class its names, within the first test; the groups stay as those of fixtures do."""
     known, count = set(_groups()), process_groups.made()
     with _own_names(f"class {number}", _CLASSES + number * _SPACE):
         yield
@@ -85,8 +87,6 @@ def _own_names(prefix: str, first: int) -> Iterator[None]:
     if default is None or store is None:
         yield
         return
-    # torch names groups by a count, and their keys in the store by the name: a rank that made one more in the last
-    # test would meet the others of this one under another name.
     process_groups.put_store(default, dist.PrefixStore(prefix, store))
     process_groups.count_on_from(first)
     try:
@@ -97,7 +97,7 @@ def _own_names(prefix: str, first: int) -> Iterator[None]:
 
 
 def leave_world() -> None:
-    """Destroys all groups of this rank. A call that finds it without makes the default group anew, on all ranks."""
+    """Destroy all groups of this rank. The next call makes the default group again, on all ranks."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -113,7 +113,7 @@ def _groups() -> list[Any]:
 
 
 def _destroy(those: Collection[Any]) -> None:
-    """Destroys groups in the order in which all ranks have made them."""
+    """Destroy groups in the order in which all ranks have made them."""
     import torch.distributed as dist
 
     for made in _groups():

@@ -15,12 +15,12 @@ import pytest
 from mlaunch.pytest.wire.rank_barrier import RankBarrier
 from mlaunch.pytest.wire.rank_tests import Examples
 
-_SETTINGS = "_hypothesis_internal_use_settings"
+SETTINGS = "_hypothesis_internal_use_settings"  # where hypothesis keeps the settings of a test's function
 _OUTCOMES = 2**31
 
 
 class FailedApartError(BaseException):
-    """An example failed here, and not in the same way on all ranks: hypothesis is not to try others."""
+    """An example failed here, and not in the same way on all ranks: hypothesis must not try others."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class FailedApartError(BaseException):
 def drawn_alike(
     function: Callable[..., Any], examples: Examples | None, barrier: RankBarrier, number: int
 ) -> Iterator[None]:
-    """Have a test draw its examples as on all ranks."""
+    """Have a test draw the same examples as on all ranks."""
     function = getattr(function, "__func__", function)
     if examples is None:
         yield
@@ -39,12 +39,12 @@ def drawn_alike(
     from hypothesis import core
 
     hypothesis: Any = core
-    seed, settings = hypothesis.global_force_seed, getattr(function, _SETTINGS, None)
+    seed, settings = hypothesis.global_force_seed, getattr(function, SETTINGS, None)
     handle: Any = getattr(function, "hypothesis", None)
     hypothesis.global_force_seed = examples.seed
     hypothesis.running_under_pytest = hypothesis.pytest_shows_exceptiongroups = True
     if examples.settings is not None:
-        setattr(function, _SETTINGS, pickle.loads(examples.settings))
+        setattr(function, SETTINGS, pickle.loads(examples.settings))
     inner = getattr(handle, "inner_test", None)
     if inner is not None:
         handle.inner_test = _in_step(inner, barrier, number)
@@ -53,13 +53,13 @@ def drawn_alike(
     finally:
         hypothesis.global_force_seed = seed
         if settings is not None:
-            setattr(function, _SETTINGS, settings)
+            setattr(function, SETTINGS, settings)
         if inner is not None:
             handle.inner_test = inner
 
 
 def _in_step(test: Callable[..., Any], barrier: RankBarrier, number: int) -> Callable[..., Any]:
-    """Return the test of one example, which raises what hypothesis takes up only where all ranks do."""
+    """Return the test of one example. It raises what hypothesis reacts to only if all ranks do."""
     from hypothesis.errors import HypothesisException, StopTest
 
     quietly = (HypothesisException, StopTest, KeyboardInterrupt, pytest.skip.Exception, pytest.exit.Exception)

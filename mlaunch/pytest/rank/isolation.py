@@ -1,23 +1,27 @@
-"""What a test can leave on a rank is put back, or told. Everything here runs in the ranks."""
+"""What a test changes on a rank is put back, or reported."""
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # signal wraps it in enumerations, which take too long for each test
 import contextlib
+import functools
 import gc
+import logging
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mlaunch.base import seeding
 from mlaunch.protocol import explain
-from mlaunch.pytest.rank import process_states
 from mlaunch.pytest.wire.rank_tests import Surroundings
 from mlaunch.rank.for_users import current_device
 
@@ -25,11 +29,12 @@ _SEED = 0
 _PAGES = os.sysconf("SC_PAGE_SIZE")
 _MIB = 2**20
 _MANY_PIDS = 65_536  # bytes
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD)
 
 
 @dataclass
 class Baseline:
-    """The surroundings that a rank has begun with, and what fixtures on ranks have changed in them."""
+    """The surroundings that a rank began with, and what fixtures on ranks have changed in them."""
 
     variables: Mapping[bytes, bytes]
     directory: str
@@ -37,13 +42,13 @@ class Baseline:
 
     @staticmethod
     def of_now() -> Baseline:
-        """Returns the present ones."""
+        """Return the present ones."""
         return Baseline(dict(os.environb), os.getcwd(), list(sys.path))
 
 
 @contextlib.contextmanager
 def surrounded(baseline: Baseline, changes: Surroundings) -> Iterator[None]:
-    """Takes over environment, directory and search path of pytest's process; afterwards none of the test's are left."""
+    """Take environment, directory and search path of pytest's process; afterwards put back what a test has changed."""
     for name, value in changes.variables.items():
         if value is None:
             os.environ.pop(name, None)
@@ -61,14 +66,14 @@ def surrounded(baseline: Baseline, changes: Surroundings) -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept(baseline: Baseline, changes: Surroundings) -> Iterator[None]:
-    """Do the same for a fixture: what it changes stays for the tests after it, until it changes it back."""
+    """Do the same for a fixture: what it changes stays for later tests, until it changes it back."""
     with surrounded(baseline, changes):
         before = Baseline.of_now()
         try:
             yield
         finally:
             after, variables = Baseline.of_now(), dict(baseline.variables)
-            for name, value in process_states.changed_variables(before.variables).items():
+            for name, value in changed_variables(before.variables).items():
                 variables.pop(name, None)
                 variables.update({} if value is None else {name: value})
             baseline.variables = variables
@@ -78,9 +83,20 @@ def kept(baseline: Baseline, changes: Surroundings) -> Iterator[None]:
                 baseline.path = after.path
 
 
+def changed_variables(since: Mapping[bytes, bytes]) -> dict[bytes, bytes | None]:
+    """Return the variables of the environment that have changed or are new since then; None: one is gone.
+
+    Reads the dict of bytes that ``os.environ`` keeps: its methods take as long as half of the rest around a test.
+    """
+    now = dict(os.environ._data)  # type: ignore[attr-defined]
+    found: dict[bytes, bytes | None] = dict.fromkeys(since.keys() - now.keys())
+    found.update(now.items() - since.items())
+    return found
+
+
 def _put_back(wanted: Mapping[bytes, bytes]) -> None:
-    """Writes the variables that differ: all of them for each test would take as long as the rest of it."""
-    for name in process_states.changed_variables(wanted):
+    """Write the variables that differ: to write all for each test would take as long as the rest of it."""
+    for name in changed_variables(wanted):
         if name in wanted:
             os.environb[name] = wanted[name]
         else:
@@ -98,7 +114,7 @@ def _go_to(directory: str) -> None:
 
 
 def resident() -> int:
-    """Returns the MiB of memory that this process holds."""
+    """Return the MiB of memory that this process holds."""
     fd = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
     try:
         return int(os.read(fd, 256).split()[1]) * _PAGES // _MIB
@@ -107,21 +123,21 @@ def resident() -> int:
 
 
 def collect() -> int:
-    """Lets go of what nobody uses; returns the MiB that remain."""
+    """Collect garbage; return the MiB that remain."""
     import torch
 
     gc.collect()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        # torch keeps freed memory of a device for itself, where the next test's ranks would miss it.
+        # torch keeps freed memory of a device, which other ranks may need.
         torch.cuda.empty_cache()
     return resident()
 
 
-_queued: list[object] = []  # what torch is to seed accelerators with once it uses them, as the last test left it
+_queued: list[object] = []  # what torch will seed accelerators with once it uses them, as the last test left it
 
 
 def _seed() -> None:
-    """Seeds all generators alike. On CPUs torch need not be told again what it is to seed accelerators with."""
+    """Seed all generators alike. On CPUs, do not queue the seeds of accelerators again."""
     import torch
 
     tracker = getattr(torch.cuda, "_lazy_seed_tracker", None)
@@ -129,17 +145,17 @@ def _seed() -> None:
     bound = current_device.bound
     on_cpus = (bound is None or bound.type == "cpu") and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if not on_cpus or queued[0] is None or queued != _queued:
-        seeding.apply(_SEED)  # of which torch notes the whole stack, in a millisecond or two
+        seeding.apply(_SEED)  # torch notes the whole stack of this, in a millisecond or two
         _queued[:] = [getattr(tracker, name, None) for name in ("manual_seed_all_cb", "manual_seed_cb")]
         return
     seeding.apply_on_cpu(_SEED)
 
 
 class Watch:
-    """Puts back what a test has changed, from its end to where it began; notes its warnings and what it leaves."""
+    """Puts back, at its end, what a test has changed; notes its warnings and what it leaves."""
 
     def __init__(self, config: pytest.Config, marks: Sequence[pytest.Mark], *, keeps: bool = False) -> None:
-        """``keeps``: it is a fixture, which is to change what its tests find."""
+        """``keeps``: it is a fixture, whose changes its tests are to find."""
         self._config, self._marks, self._keeps = config, marks, keeps
         self.left: tuple[str, ...] = ()
         self.warnings: tuple[tuple[str, bytes | None, str, int], ...] = ()
@@ -147,7 +163,7 @@ class Watch:
     def __enter__(self) -> Watch:
         if not self._keeps:
             _seed()
-            self._before = [get() for get, _ in process_states.all_of()]
+            self._before = [get() for get, _ in _states()]
             self._threads = set(threading.enumerate())
             self._children = _children()
         self._recorder = warnings.catch_warnings(record=True)
@@ -161,11 +177,11 @@ class Watch:
         self.warnings = tuple(dict.fromkeys(map(_plain, self._log)))
         if self._keeps:
             return
-        for (get, put), value in zip(process_states.all_of(), self._before, strict=True):
+        for (get, put), value in zip(_states(), self._before, strict=True):
             try:
                 if get() != value:
                     put(value)
-            except Exception:  # what this torch does not take back
+            except Exception:  # this torch refuses the value
                 continue
         self.left = (*self._left_threads(), *self._left_children())
 
@@ -185,7 +201,7 @@ def _is_torchs(thread: threading.Thread) -> bool:
 def _children() -> set[int]:
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # reaps none
-    except ChildProcessError:  # there are none; mostly, and to open a file takes ten times as long
+    except ChildProcessError:  # there are none, as mostly; to open a file takes ten times as long
         return set()
     with contextlib.suppress(OSError):  # a kernel without it
         fd = os.open(f"/proc/self/task/{os.getpid()}/children", os.O_RDONLY | os.O_CLOEXEC)
@@ -209,7 +225,7 @@ def _plain(found: warnings.WarningMessage) -> tuple[str, bytes | None, str, int]
 
 
 def _set_filters(config: pytest.Config, marks: Sequence[pytest.Mark]) -> None:
-    """Sets the filters of the configuration, the command line and the test's marks, as pytest does."""
+    """Set the filters of the configuration, the command line and the test's marks, as pytest does."""
     from _pytest.config import apply_warning_filters, parse_warning_filter
 
     if not sys.warnoptions:
@@ -219,3 +235,94 @@ def _set_filters(config: pytest.Config, marks: Sequence[pytest.Mark]) -> None:
     for mark in reversed([mark for mark in marks if mark.name == "filterwarnings"]):
         for text in mark.args:
             warnings.filterwarnings(*parse_warning_filter(text, escape=False))
+
+
+# States of the process: what reads each, and what sets it
+
+
+@functools.cache
+def _states() -> Sequence[tuple[Callable[[], Any], Callable[[Any], object]]]:
+    return (*_of_torch(), *_of_python())
+
+
+def _of_python() -> Sequence[tuple[Callable[[], Any], Callable[[Any], object]]]:
+    return (
+        (_handlers, _put_handlers),
+        (_logging, _put_logging),
+        (_umask, os.umask),
+        (_streams, _put_streams),
+        (gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
+        (sys.getrecursionlimit, sys.setrecursionlimit),
+    )
+
+
+def _handlers() -> dict[int, Any]:
+    return {number: _signal.getsignal(number) for number in _SIGNALS}
+
+
+def _put_handlers(found: dict[int, Any]) -> None:
+    for number, handler in found.items():
+        if handler is not None:
+            signal.signal(number, handler)
+
+
+def _logging() -> tuple[int, list[logging.Handler], int]:
+    root = logging.getLogger()
+    return root.level, list(root.handlers), root.manager.disable
+
+
+def _put_logging(found: tuple[int, list[logging.Handler], int]) -> None:
+    root = logging.getLogger()
+    root.setLevel(found[0])
+    root.handlers[:] = found[1]
+    logging.disable(found[2])
+
+
+def _umask() -> int:
+    # The kernel returns it only in exchange for another one.
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+def _streams() -> tuple[Any, ...]:
+    return sys.stdin, sys.stdout, sys.stderr, sys.excepthook
+
+
+def _put_streams(found: tuple[Any, ...]) -> None:
+    sys.stdin, sys.stdout, sys.stderr, sys.excepthook = found
+
+
+def _of_torch() -> Sequence[tuple[Callable[[], Any], Callable[[Any], object]]]:
+    import torch
+
+    from mlaunch.comm.rank import exchange, local_group
+    from mlaunch.torch_parts import default_device
+
+    cudnn = torch.backends.cudnn
+    return (
+        (torch.get_default_dtype, torch.set_default_dtype),
+        (default_device.that_was_set, torch.set_default_device),
+        (torch.is_grad_enabled, torch.set_grad_enabled),
+        (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+        (_deterministic, lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1])),
+        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+        (torch.get_num_threads, torch.set_num_threads),
+        (lambda: cudnn.deterministic, lambda on: setattr(cudnn, "deterministic", on)),
+        (lambda: cudnn.benchmark, lambda on: setattr(cudnn, "benchmark", on)),
+        (lambda: list(local_group._made), lambda made: local_group._made.__setitem__(slice(None), made)),
+        (lambda: dict(exchange._gloo_twins), _put_twins),  # of the default group, for objects
+    )
+
+
+def _put_twins(found: dict[Any, Any]) -> None:
+    from mlaunch.comm.rank import exchange
+
+    exchange._gloo_twins.clear()
+    exchange._gloo_twins.update(found)
+
+
+def _deterministic() -> tuple[bool, bool]:
+    import torch
+
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()

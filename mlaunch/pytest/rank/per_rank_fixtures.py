@@ -1,4 +1,4 @@
-"""Fixtures of pytest's that mean the process they are in: each rank has its own of them."""
+"""pytest's fixtures that are about their process: each rank has its own."""
 
 from __future__ import annotations
 
@@ -6,30 +6,33 @@ import contextlib
 import functools
 import logging
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
 from typing import Any, cast
 
 import _pytest.capture
 import _pytest.logging
 import pytest
+from _pytest._io.saferepr import saferepr
 
-from mlaunch.pytest.rank.rank_request import Place, RankRequest
-from mlaunch.pytest.rank.rank_subtests import RankSubtests
+from mlaunch.pytest.rank.rank_place import Place
+from mlaunch.pytest.rank.rank_request import RankRequest
 from mlaunch.pytest.wire.rank_tests import Part, RankTest, RequestFacts
 
 _CAPTURE = "capturemanager"  # pytest's name for it
 _TO_DESCRIPTORS = (_pytest.capture.FDCapture, _pytest.capture.FDCaptureBinary)
-_HEARS_ALL = hasattr(_pytest.logging.catching_logs, "attached_loggers")  # also what never comes to the root
+# True if caplog also has records of loggers that do not propagate.
+_HAS_ALL_LOGGERS = hasattr(_pytest.logging.catching_logs, "attached_loggers")
 
 
 class PerRankFixtures(contextlib.ExitStack):
-    """Makes the twins that a test asks for, and ends them with it."""
+    """Makes the fixtures that a test asks for, and ends them with it."""
 
-    def __init__(self, test: RankTest, config: pytest.Config, place: Place | None = None) -> None:
+    def __init__(self, test: RankTest, config: pytest.Config, place: Place) -> None:
         super().__init__()
         self._test = test
         self.config = config
-        self._place = place or Place()
+        self._place = place
         self._for_caplog, self._for_report = _handler(config), _handler(config)
         self._catching: list[logging.Logger] = []
         self.properties: list[tuple[str, object]] = []
@@ -39,10 +42,10 @@ class PerRankFixtures(contextlib.ExitStack):
 
     def __enter__(self) -> PerRankFixtures:
         root = logging.getLogger()
-        self._catching = [root, *(_apart() if _HEARS_ALL else ())]
-        for logger in self._catching:  # torch has forty, and their own way to add one takes a lock
+        self._catching = [root, *(_apart() if _HAS_ALL_LOGGERS else ())]
+        for logger in self._catching:  # torch has forty, and addHandler takes a lock
             logger.handlers += [self._for_caplog, self._for_report]
-        self.callback(self._catch_no_more)
+        self.callback(self._stop_catching)
         level = _pytest.logging.get_log_level_for_setting(self.config, "log_level")
         if level is not None:
             self._for_caplog.setLevel(level)
@@ -51,7 +54,7 @@ class PerRankFixtures(contextlib.ExitStack):
             root.setLevel(min(root.level, level))
         return self
 
-    def _catch_no_more(self) -> None:
+    def _stop_catching(self) -> None:
         for logger in self._catching:
             for handler in (self._for_caplog, self._for_report):
                 if handler in logger.handlers:  # the test may have removed it
@@ -59,11 +62,11 @@ class PerRankFixtures(contextlib.ExitStack):
 
     @property
     def logged(self) -> str:
-        """What the test has logged."""
+        """The text that the test has logged."""
         return str(self._for_report.stream.getvalue()).strip()
 
     def make(self) -> dict[str, Any]:
-        """Returns the twins, by name."""
+        """Return the fixtures, by name."""
         return {name: _MAKE[name](self) for name in self._test.twins}
 
     def _monkeypatch(self) -> pytest.MonkeyPatch:
@@ -112,15 +115,46 @@ class PerRankFixtures(contextlib.ExitStack):
         return RankRequest(facts, self.config, self._place, self, self._test.values)
 
 
+# Parts of a test: ranks note them, and pytest's process reports them by its own fixture. A rank that fails in a part
+# waits until the others have left it: what follows would meet what they still do there.
+
+
+class RankSubtests:
+    """The fixture ``subtests`` on a rank."""
+
+    def __init__(self, parts: list[Part], place: Place) -> None:
+        self._parts, self._place = parts, place
+
+    def test(self, msg: str | None = None, **kwargs: Any) -> _RankPart:
+        """Return a context manager for a part of the test whose failure does not end the test."""
+        return _RankPart(self._parts, self._place, msg, kwargs)
+
+
+class _RankPart:
+    def __init__(self, parts: list[Part], place: Place, msg: str | None, kwargs: Mapping[str, Any]) -> None:
+        self._parts, self._place = parts, place
+        self._msg, self._kwargs = msg, {name: saferepr(value) for name, value in kwargs.items()}
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _: object, error: BaseException | None, __: TracebackType | None) -> bool:
+        __tracebackhide__ = True
+        if isinstance(error, KeyboardInterrupt | pytest.exit.Exception):
+            return False
+        described = None if error is None else self._place.describe(error)
+        self._parts.append(Part(self._msg, self._kwargs, described))
+        return self._place.leave_part(failed=error is not None)
+
+
 class RankCapture:
-    """Stands for pytest's capturing where a test asks not to capture: pytest's process then prints the text."""
+    """In place of pytest's capturing, for a test that disables it: pytest's process then prints the text."""
 
     def __init__(self, capture: pytest.CaptureFixture[Any], kind: type[Any], shown: list[str]) -> None:
         self._capture, self._kind, self._shown = capture, kind, shown
 
     @contextlib.contextmanager
     def global_and_fixture_disabled(self) -> Iterator[None]:
-        """Have what is written meanwhile printed where pytest prints."""
+        """Keep what is written meanwhile for pytest's process, which prints it."""
         self._capture._suspend()
         kind: Any = _pytest.capture.FDCapture if issubclass(self._kind, _TO_DESCRIPTORS) else _pytest.capture.SysCapture
         direct: Any = _pytest.capture.MultiCapture(in_=None, out=kind(1), err=kind(2))
@@ -141,7 +175,7 @@ def _handler(config: pytest.Config) -> _pytest.logging.LogCaptureHandler:
 
 @functools.lru_cache(1)
 def _formatter(config: pytest.Config) -> logging.Formatter:
-    """Return the formatter that pytest has made of the options."""
+    """Return the formatter that pytest makes of the options."""
     options = [
         _pytest.logging.get_option_ini(config, f"log_{name}") for name in ("format", "date_format", "auto_indent")
     ]
@@ -151,7 +185,7 @@ def _formatter(config: pytest.Config) -> logging.Formatter:
 
 
 def _apart() -> Iterator[logging.Logger]:
-    """Yields the loggers whose records do not come to the root."""
+    """Yield the loggers whose records do not reach the root."""
     for one in list(logging.root.manager.loggerDict.values()):
         if not getattr(one, "propagate", True) and isinstance(one, logging.Logger):
             yield one
@@ -160,16 +194,16 @@ def _apart() -> Iterator[logging.Logger]:
 _MAKE: dict[str, Callable[[PerRankFixtures], Any]] = {
     "monkeypatch": PerRankFixtures._monkeypatch,
     "recwarn": PerRankFixtures._recwarn,
-    "capsys": lambda twins: twins._capture(_pytest.capture.SysCapture),
-    "capsysbinary": lambda twins: twins._capture(_pytest.capture.SysCaptureBinary),
-    "capteesys": lambda twins: twins._capture(_pytest.capture.SysCapture, tee=True),
-    "capfd": lambda twins: twins._capture(_pytest.capture.FDCapture),
-    "capfdbinary": lambda twins: twins._capture(_pytest.capture.FDCaptureBinary),
+    "capsys": lambda own: own._capture(_pytest.capture.SysCapture),
+    "capsysbinary": lambda own: own._capture(_pytest.capture.SysCaptureBinary),
+    "capteesys": lambda own: own._capture(_pytest.capture.SysCapture, tee=True),
+    "capfd": lambda own: own._capture(_pytest.capture.FDCapture),
+    "capfdbinary": lambda own: own._capture(_pytest.capture.FDCaptureBinary),
     "caplog": PerRankFixtures._caplog,
     "record_property": PerRankFixtures._record,
     "mocker": PerRankFixtures._mocker,
     "subtests": PerRankFixtures._subtests,
     "request": PerRankFixtures._request,
-    "pytestconfig": lambda twins: twins.config,
+    "pytestconfig": lambda own: own.config,
 }
 NAMES = frozenset(_MAKE)

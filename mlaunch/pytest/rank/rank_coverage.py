@@ -1,7 +1,7 @@
-"""Lines that run on ranks count as those of pytest's process do: by coverage.py, as it was started there.
+"""coverage.py on ranks: lines that run there count as those in pytest's process do.
 
-Each rank records into a file of its own beside the caller's, which is combined with the others of that name, as
-pytest-cov does at the end and ``coverage combine`` on request.
+Each rank records into a file of its own beside that of pytest's process. pytest-cov combines these files at the end,
+``coverage combine`` on request.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 from mlaunch.pytest.wire.rank_tests import CoveragePlan
 
-_recording: list[tuple[Any, bool]] = []  # of this rank: what records, and whether each test is a context
+_recording: list[tuple[Any, bool]] = []  # of this rank: the recorder, and True if each test is a context
 
 
 def start(plan: CoveragePlan, directory: str) -> None:
-    """Records from here on, until this rank ends."""
+    """Record from here on, until this rank ends."""
     import coverage
 
     with _inside(directory):  # what relative names are relative to
@@ -30,7 +30,7 @@ def start(plan: CoveragePlan, directory: str) -> None:
 
 
 def enter(test: str, ends: bool | None = None) -> None:
-    """Counts what runs from here on for a test, where each test is a context. ``ends``: of one of its fixtures."""
+    """Record what runs from here on for this test, if each test is a context. ``ends``: one of its fixtures does."""
     phase = "run" if ends is None else "teardown" if ends else "setup"
     for recorder, contexts in _recording:
         if contexts:
@@ -38,7 +38,7 @@ def enter(test: str, ends: bool | None = None) -> None:
 
 
 def save() -> None:
-    """Writes down what was recorded so far."""
+    """Write to the file what was recorded so far."""
     for recorder, _ in _recording:
         recorder.save()
 

@@ -1,4 +1,4 @@
-"""What ``request`` is on a rank: what pytest knew of the test or fixture, and the module, class and instance there."""
+"""``request`` on a rank: what pytest knew of the test or fixture, and the module, class and instance there."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from mlaunch.pytest.wire.rank_tests import RequestFacts, Verdict
+from mlaunch.pytest.rank.rank_place import Place
+from mlaunch.pytest.wire.rank_tests import RequestFacts
 
 _WIDE = ("session", "package", "module")
 
 
 class NamesWhatIsMissing:
-    """An object whose missing attributes say what to do in place of asking for them."""
+    """An object whose missing attributes raise with what to do instead."""
 
     _what = ""
 
@@ -25,7 +26,7 @@ class NamesWhatIsMissing:
         if name.startswith("__"):
             raise AttributeError(name)
         raise AttributeError(
-            f"{self._what}.{name} is not there on a rank, where pytest itself is not; "
+            f"{self._what}.{name} does not exist on a rank, where pytest itself does not run; "
             f"use it in a fixture, and give the test what that returns"
         )
 
@@ -61,11 +62,11 @@ class RankRequest(NamesWhatIsMissing):
             self.function = place.function
 
     def addfinalizer(self, finalizer: Callable[[], object]) -> None:
-        """Have something called at the end of the test or fixture."""
+        """Call something at the end of the test or fixture."""
         self._end.callback(finalizer)
 
     def applymarker(self, marker: str | pytest.MarkDecorator) -> None:
-        """Give the test a mark, for what pytest does once it has run: ``xfail``."""
+        """Give the test a mark that pytest reads after the run: ``xfail``."""
         self.node.add_marker(marker)
 
     def getfixturevalue(self, name: str) -> Any:
@@ -74,24 +75,6 @@ class RankRequest(NamesWhatIsMissing):
         if name in self._values:
             return self._values[name]
         raise RuntimeError(f"no fixture can be set up on a rank: name {name!r} among the arguments of the test")
-
-
-class Place:
-    """Where on this rank a test is: its module, class, instance and function, and what its parts ask of the rank."""
-
-    def __init__(self) -> None:
-        self.module: Any = None
-        self.owner: type | None = None
-        self.instance: Any = None
-        self.function: Any = None
-
-    def describe(self, error: BaseException) -> Verdict:
-        """Return what pytest's process is to hear of an exception."""
-        raise NotImplementedError
-
-    def leave_part(self, *, failed: bool) -> bool:
-        """Say that this rank has left a part of the test. False if it failed there, and others are still in it."""
-        raise NotImplementedError
 
 
 class RankNode(NamesWhatIsMissing):
@@ -114,7 +97,7 @@ class RankNode(NamesWhatIsMissing):
             self.callspec = types.SimpleNamespace(params=facts.params, id=test_id)
 
     def add_marker(self, marker: str | pytest.MarkDecorator, append: bool = True) -> None:
-        """Give the test a mark; pytest's process hears of it with the outcome."""
+        """Give the test a mark; pytest's process gets it with the outcome."""
         mark = (getattr(pytest.mark, marker) if isinstance(marker, str) else marker).mark
         self.own_markers.insert(len(self.own_markers) if append else 0, mark)
         self._given.append(mark)

@@ -1,8 +1,8 @@
 """Methods of torch's own classes of tests on ranks: a class gets the mark, and nothing else of it changes.
 
 A MultiProcessTestCase starts processes for each of its methods, which make a process group by themselves; a
-MultiProcContinuousTest starts them for all, and makes the group. Here the ranks are these processes: a method finds its
-rank, the number of ranks (that of the mark), and a file for a store, and is called once, on each of them.
+MultiProcContinuousTest starts them for all, and makes the group. On ranks these processes are the ranks: a method has
+its rank, the number of ranks (that of the mark) and a file for a store, and is called once on each of them.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from mlaunch.pytest.rank import group_names
 
 FILE = "_mlaunch_file"  # the attribute with the name of the file that the ranks of a test share
 _MODULE = "torch.testing._internal.common_distributed"
-# These begin without a process group, as they make one: with the ranks' own init_process_group would do nothing, and
-# the test's store, timeout and backend would not be those that it gets.
+# These begin without a process group, as they make one: in the ranks' own, init_process_group would do nothing, and the
+# test would not have its store, timeout and backend.
 FOR_A_METHOD = {"MultiProcessTestCase"}
 _adapted: dict[type[unittest.TestCase], type[unittest.TestCase]] = {}  # of this rank
 _FOR_A_CLASS = {"MultiProcContinuousTest", "MultiProcContinousTest"}  # the latter before torch 2.7
 
 
 def bases_of(owner: type[Any] | None) -> set[str]:
+    """Return the names of torch's own classes of tests that a class is derived from."""
     return {base.__name__ for base in getattr(owner, "__mro__", ()) if base.__module__ == _MODULE}
 
 
 def on_ranks(owner: type[unittest.TestCase]) -> type[unittest.TestCase]:
-    """Returns a subclass whose methods run here, in this rank; of a class that starts no processes, the class."""
+    """Return a subclass whose methods run in this rank; the class itself if it starts no processes."""
     if owner not in _adapted:
         _adapted[owner] = _adapt(owner)
     return _adapted[owner]
@@ -53,7 +54,7 @@ def _adapt(owner: type[unittest.TestCase]) -> type[unittest.TestCase]:
 
 
 def _nothing(*_: Any) -> None:
-    """Starts no processes, and makes no group."""
+    """Start no processes, and make no group."""
 
 
 _OF_A_CLASS = {
@@ -63,13 +64,16 @@ _OF_A_CLASS = {
 
 
 def _in_the_group(case: Any, function: Callable[[], object]) -> Any:
-    """Returns the method that runs the test's function; the ranks' own process group is its."""
+    """Return the method that runs the test's function in the ranks' own process group."""
 
     @functools.wraps(function)
     def run(case: Any) -> None:
         import torch.distributed as dist
 
-        case.rank, case.pg = dist.get_rank(), dist.group.WORLD  # before it, this is the process that starts others
+        case.rank, case.pg = (
+            dist.get_rank(),
+            dist.group.WORLD,
+        )  # only now: before, this is the process that starts others
         with _skips():
             function()
 
@@ -77,19 +81,17 @@ def _in_the_group(case: Any, function: Callable[[], object]) -> Any:
 
 
 def _alone(case: Any, function: Callable[[], object]) -> Any:
-    """Returns the method that runs the test's function, which makes a process group by itself."""
+    """Return the method that runs the test's function, which makes a process group by itself."""
 
     @functools.wraps(function)
     def run(case: Any) -> None:
-        if getattr(case, "rank", -1) >= 0:  # this is the instance of the process that was to be started
+        if getattr(case, "rank", -1) >= 0:  # this instance is in a process that the class has started
             function()
             return
         import torch.distributed as dist
 
-        before = (
-            case.rank,
-            case.file_name,
-        )  # the file is this rank's own, and removed while others may use what they share
+        # The file is this rank's own: the shared one could be removed while others use it.
+        before = (case.rank, case.file_name)
         rank, file = dist.get_rank(), getattr(case, FILE)
         group_names.leave_world()
         try:
@@ -103,7 +105,7 @@ def _alone(case: Any, function: Callable[[], object]) -> Any:
 
 
 def _as_process(case: Any, rank: int, file: str, function: Callable[[], object]) -> None:
-    """Does what the process would do: some classes (FSDPTest) make the group before the function is called."""
+    """Do what the process would do: some classes (FSDPTest) make the group before they call the function."""
     from torch.testing._internal.common_distributed import MultiProcessTestCase
 
     kind = type(case)
@@ -120,7 +122,7 @@ def _run_test(case: Any, name: str, *_: Any) -> None:
 
 @contextlib.contextmanager
 def _skips() -> Any:
-    """Takes the exit codes by which torch's decorators skip a test in a process of its own for what they mean."""
+    """Turn the exit codes by which torch's decorators skip a test into skips."""
     from torch.testing._internal.common_distributed import TEST_SKIPS
 
     try:

@@ -1,6 +1,6 @@
 """Methods of ``unittest.TestCase`` on ranks: all of a test but its report runs there.
 
-The instance is made on each rank, since one that is made in pytest's process does not travel. ``setUpClass`` runs on
+The instance is made on each rank, since pytest's cannot be pickled. ``setUpClass`` runs on
 the ranks before the first method of its class, ``tearDownClass`` after the last, before one of another class.
 """
 
@@ -18,16 +18,16 @@ from _pytest._io.saferepr import saferepr
 from _pytest.unittest import TestCaseFunction
 
 from mlaunch.pytest.rank import group_names, torch_cases
-from mlaunch.pytest.rank.rank_request import Place
+from mlaunch.pytest.rank.rank_place import Place
 from mlaunch.pytest.wire.rank_tests import Part
 
-# Whether pytest has reports of parts of unittest's tests. With an older Python it asks the instance for them.
+# True if pytest reports subtests of unittest. With an older Python it asks the instance for them.
 REPORTS_PARTS = hasattr(TestCaseFunction, "addSubTest") and sys.version_info >= (3, 11)
 _begun: list[type[unittest.TestCase]] = []  # of this rank: the class that is set up, or none
 
 
 class FirstProblem(unittest.TestResult):
-    """Notes what pytest would be told, of several problems the first. ``parts``: where subtests are noted."""
+    """Keeps what pytest reports: of several problems the first. ``parts``: where subtests are noted."""
 
     def __init__(self, parts: list[Part], place: Place) -> None:
         super().__init__()
@@ -39,37 +39,37 @@ class FirstProblem(unittest.TestResult):
         self.found = self.found or error
 
     def addError(self, _: Any, found: Any) -> None:
-        """Notes an exception."""
+        """Note an exception."""
         self._note(_raised(found))
 
     def addFailure(self, test: Any, found: Any) -> None:
-        """Notes a failed assertion."""
+        """Note a failed assertion."""
         self.addError(test, found)
 
     def addSubTest(self, _: Any, subtest: Any, found: Any) -> None:
-        """Notes how a part was."""
+        """Note the outcome of a part."""
         error = None if found is None else _raised(found)
         if REPORTS_PARTS:
             message = None if subtest._message is _subtest_msg_sentinel else str(subtest._message)
             described = None if error is None else self._place.describe(error)
             self._parts.append(Part(message, {name: saferepr(one) for name, one in subtest.params.items()}, described))
             if not self._place.leave_part(failed=error is not None) and error is not None:
-                raise error  # others wait in this part for this rank, which is not to go on
+                raise error  # others are still in this part, so this rank must not begin the next
         elif error is not None:
             notes = [*getattr(error, "__notes__", []), f"in the subtest {subtest._subDescription()}"]
             error.__dict__["__notes__"] = notes
             self._note(error)
 
     def addSkip(self, _: Any, reason: str) -> None:
-        """Notes a skip."""
+        """Note a skip."""
         self._note(unittest.SkipTest(reason))
 
     def addExpectedFailure(self, *_: Any) -> None:
-        """Notes that it has failed as was expected."""
+        """Note that it has failed as expected."""
         self._note(pytest.xfail.Exception(""))
 
     def addUnexpectedSuccess(self, _: Any) -> None:
-        """Notes that it has not."""
+        """Note that it has not failed, against expectation."""
         self._note(pytest.fail.Exception("Unexpected success", pytrace=False))
 
 
@@ -78,7 +78,7 @@ def _raised(found: tuple[type[BaseException], BaseException, TracebackType]) -> 
 
 
 def begin_class(owner: object, number: int) -> None:
-    """Sets up the class of a test, if that is one and another one was before. Collective."""
+    """Set up the class of a test if it is a TestCase and not set up yet. Collective."""
     if not (isinstance(owner, type) and issubclass(owner, unittest.TestCase)) or owner in _begun:
         return
     end_class()
@@ -88,7 +88,7 @@ def begin_class(owner: object, number: int) -> None:
 
 
 def end_class() -> None:
-    """Tears down the class that is set up, and warns where that fails. Collective."""
+    """Tear down the class that is set up, and warn if that fails. Collective."""
     while _begun:
         owner = torch_cases.on_ranks(_begun.pop())
         for tear_down in (owner.tearDownClass, owner.doClassCleanups):
@@ -105,7 +105,7 @@ def new_case(owner: type[unittest.TestCase], name: str) -> unittest.TestCase:
 
 
 def run_case(case: unittest.TestCase, parts: list[Part], place: Place) -> None:
-    """Runs one method, with setUp, tearDown and cleanups; raises what was wrong first."""
+    """Run one method, with setUp, tearDown and cleanups; raise the first problem."""
     result = FirstProblem(parts, place)
     case.run(result)
     if result.found is not None:

@@ -22,7 +22,7 @@ class Definition:
 
 @dataclass(frozen=True)
 class CoveragePlan:
-    """How ranks record the lines that run. ``options``: of ``Coverage``; ``contexts``: each test is one."""
+    """How ranks record the lines that run. ``options``: of ``Coverage``; ``contexts``: True if each test is one."""
 
     options: dict[str, Any]
     contexts: bool
@@ -30,9 +30,9 @@ class CoveragePlan:
 
 @dataclass(frozen=True)
 class Beginning:
-    """What a new set of ranks is told. ``board``, ``log``: files that all ranks and pytest's process share.
+    """What a new set of ranks gets. ``board``, ``log``: files that all ranks and pytest's process share.
 
-    ``colored``: whether pytest's terminal shows colours.
+    ``colored``: True if pytest's terminal shows colours.
     """
 
     directory: str  # where pytest was started
@@ -51,7 +51,7 @@ class Beginning:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What differs in pytest's process since these ranks began. None: a variable is gone; nothing has changed."""
+    """What has changed in pytest's process since these ranks began. None: a variable is gone; the rest is unchanged."""
 
     variables: dict[str, str | None]
     directory: str | None
@@ -60,7 +60,7 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class RequestFacts:
-    """What ``request`` says of a test or fixture on ranks. ``param``: none or one value; ``marks``: of the node."""
+    """What ``request`` has of a test or fixture on ranks. ``param``: none or one value; ``marks``: of the node."""
 
     scope: str
     fixturename: str | None
@@ -77,9 +77,9 @@ class RequestFacts:
 
 @dataclass(frozen=True)
 class ClassChanges:
-    """What pytest's process has set on a test's class since these ranks heard of it, and what it has removed.
+    """What pytest's process has set on a test's class since these ranks last got it, and what it has removed.
 
-    ``told``: what is to be said of values that cannot travel, where a rank asks for them.
+    ``told``: the errors to raise for values that cannot be sent, once a rank asks for them.
     """
 
     given: dict[str, Any] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class ClassChanges:
 
 @dataclass(frozen=True)
 class FixtureStep:
-    """The setup of a fixture on ranks, or its end. ``function``: by file, name, and which of these.
+    """The setup or teardown of a fixture on ranks. ``function``: by file, name, and which of these.
 
     ``owner``: the class of its ``self``; ``test``: whose instance that is, "" for one of its own.
     """
@@ -114,10 +114,10 @@ class Examples:
 
 @dataclass(frozen=True)
 class RankTest:
-    """One test, as a rank gets it, or a step for one of its fixtures.
+    """A test as a rank gets it, or a step for one of its fixtures.
 
     ``state``: of the instance of its class; ``twins``: fixtures that are made there; ``rewritten``: modules whose
-    assertions are to explain themselves.
+    assertions explain themselves.
     """
 
     number: int
@@ -137,7 +137,7 @@ class RankTest:
 
 
 def light(test: RankTest) -> RankTest | bytes:
-    """Returns a test as it travels: pickled by name where nothing in it needs more, in a fifth of the time."""
+    """Return a test as it is sent: pickled by name if nothing in it needs more, in a fifth of the time."""
     plain = test.state is None and test.request is None and test.step is None and not test.marks
     if plain and payload.PLAIN.issuperset(map(type, test.values.values())):
         return pickle.dumps(test, pickle.HIGHEST_PROTOCOL)
@@ -146,7 +146,7 @@ def light(test: RankTest) -> RankTest | bytes:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How one rank has found a test. ``outcome``: passed, failed, skipped, xfailed or exit.
+    """The outcome of a test on one rank. ``outcome``: passed, failed, skipped, xfailed or exit.
 
     ``at``: by the machine's monotonic clock; ``error``: the exception, pickled; ``crash``: file and line;
     ``places``: those of the exception's frames that are in the user's files, the innermost first;
@@ -161,19 +161,19 @@ class Verdict:
     crash: tuple[str, int] | None = None
     places: tuple[tuple[str, int], ...] = ()
     properties: tuple[tuple[str, object], ...] = ()
-    marks: tuple[Any, ...] = ()  # that the test has given itself
+    marks: tuple[Any, ...] = ()  # that the test has added
     warnings: tuple[tuple[str, bytes | None, str, int], ...] = ()  # text, the warning pickled, file, line
     logged: str = ""
     left: tuple[str, ...] = ()
     resident: int = 0
     entered: Mapping[str, tuple[tuple[int, ...], int | None]] = field(default_factory=dict)
     parts: tuple[Part, ...] = ()
-    shown: str = ""  # written where nothing was to be captured
+    shown: str = ""  # written while capturing was disabled
 
 
 @dataclass(frozen=True)
 class Part:
-    """How one rank has found a part of a test. ``values``: as they are shown; ``verdict``: None if it has passed."""
+    """The outcome of a part of a test on one rank. ``values``: as shown; ``verdict``: None if it has passed."""
 
     message: str | None
     values: dict[str, str]
@@ -182,14 +182,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Findings:
-    """How all ranks have found a test.
+    """The outcome of a test on all ranks.
 
-    ``told``: what the launcher says of a call that did not end well; ``failure``: the same as programs read it.
+    ``told``: the launcher's report of a call that did not end well; ``failure``: the same for programs.
     """
 
     size: int
     verdicts: dict[int, Verdict] = field(default_factory=dict)
     told: str = ""
     failure: Mapping[str, Any] = field(default_factory=dict)
-    apart: bool = False  # the call was ended since one rank had failed, and others were not done
+    apart: bool = False  # the call was ended because one rank had failed while others were not done
     stacks: Mapping[int, str] = field(default_factory=dict)
