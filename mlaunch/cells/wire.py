@@ -1,4 +1,4 @@
-"""What a rank answers to a notebook's cell."""
+"""A rank's answers to a notebook's cells."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Bundle:
-    """Something to show, in several forms: by MIME type, as Jupyter has them. ``update``: of what was shown before."""
+    """Something to show, in several forms by MIME type, as Jupyter has them. ``update``: it replaces an earlier one."""
 
     data: Mapping[str, Any]
     metadata: Mapping[str, Any]
@@ -18,11 +18,11 @@ class Bundle:
 
     @property
     def text(self) -> str:
-        """Its plain form."""
+        """The plain form."""
         return str(self.data.get("text/plain", ""))
 
     def plain(self) -> Bundle:
-        """Returns the plain form alone."""
+        """Return only the plain form."""
         return Bundle({"text/plain": self.text}, {}, {})
 
 
@@ -31,9 +31,9 @@ class CellAnswer:
     """What a cell has to show on one rank.
 
     Attributes:
-        last: Its last expression; None where that is None, or is no expression.
+        last: Its last expression; None if that is None or not an expression.
         displays: What the cell has displayed, in order.
-        without_ipython: There is no IPython on that machine, and so no magics.
+        without_ipython: True if that machine has no IPython, and so no magics.
     """
 
     last: Bundle | None = None
@@ -43,7 +43,7 @@ class CellAnswer:
 
 @dataclass(frozen=True)
 class NamesOfRank:
-    """What a rank holds for cells: ``names`` with the type and the bytes of each; ``memory`` is that of its process."""
+    """What cells have left on a rank: ``names``, each with type and bytes. ``memory``: bytes of the rank's process."""
 
     pid: int
     memory: int

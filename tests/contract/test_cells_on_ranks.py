@@ -201,7 +201,7 @@ def test_cells_in_the_background_and_of_themselves(run: Run, capsys: pytest.Capt
     run("%%ranks --bg job\nwhile True: pass")
     run("%ranks --cancel job")
     assert isinstance(run("job.result()").error_in_exec, concurrent.futures.CancelledError)
-    assert "y is no job of the notebook" in str(run("%ranks --cancel y").error_in_exec)
+    assert "the notebook has no job y" in str(run("%ranks --cancel y").error_in_exec)
     run("%ranks --auto")
     assert repr(run("y = 4\ny").result) == "4"
     assert capsys.readouterr().out.splitlines()[-2] == "on ranks 0-1:"

@@ -10,14 +10,13 @@ import pytest
 
 from mlaunch.base.exceptions import LaunchError
 from mlaunch.base.misuse import misuse
-from mlaunch.cells.caller.cell_job import CellJob
+from mlaunch.cells.caller.cell_calls import CellJob
 from mlaunch.cells.caller.cell_result import CellResult
 from mlaunch.cells.caller.cell_source import cell_source
+from mlaunch.cells.kernel.cell_errors import shown_in_cell, traceback_lines
 from mlaunch.cells.kernel.job_area import JobArea
 from mlaunch.cells.kernel.magic_words import CellWords, LineWords, WordError, cell_words, line_words
-from mlaunch.cells.kernel.table import table
-from mlaunch.cells.kernel.told import told_in_cell, traceback_lines
-from mlaunch.cells.rank.plain_shell import PlainShell
+from mlaunch.cells.rank.run_cell import PlainShell
 from mlaunch.cells.wire import Bundle, CellAnswer, NamesOfRank
 
 
@@ -67,8 +66,8 @@ def test_cells(line: str, meant: CellWords) -> None:
         ("--pull a.b", "a.b: allowed with --pull: names, as in"),
         ("--pull a --deadline 3", "allowed with --pull: names, and --targets"),
         ("--stop job --targets 1", "allowed with --stop: names"),
-        ("--pull a --close", "--pull and --close are two things"),
-        ("--close 3", "--close takes nothing else, but there is 3"),
+        ("--pull a --close", "--pull and --close do two things"),
+        ("--close 3", "--close takes nothing else: leave out 3"),
         ("--bakend gloo", "no option --bakend; did you mean --backend?"),
         ("--backend", "--backend has no value"),
         ("--bakend", "no option --bakend; did you mean --backend?"),
@@ -85,8 +84,8 @@ def test_lines_that_say_nothing(line: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("one", "one: allowed: ranks and runs of ranks"),
-        ("3-2", "3-2: allowed: runs that count up"),
+        ("one", "one: allowed: ranks and ranges of ranks"),
+        ("3-2", "3-2: allowed: ranges that count up"),
         ("0 --targets 1", "targets is given twice"),
         ("--timeout 3", "options of the ranks belong to %ranks"),
         ("--deadline soon", "allowed: a number of seconds"),
@@ -174,6 +173,9 @@ def test_a_job_shows_that_it_begins_and_its_last_line_though_none_follows() -> N
 
 
 def test_the_table() -> None:
+    pytest.importorskip("IPython", reason="IPython is not installed (extra: test)")
+    from mlaunch.cells.kernel.magics import table
+
     told = [
         NamesOfRank(11, 1 << 20, 0, {"x": ("int", 28), "model": ("torch.nn.Linear", 2048)}),
         NamesOfRank(12, 2 << 20, 4096, {"x": ("int", 28)}),
@@ -210,7 +212,7 @@ def test_the_cause_is_shown_without_our_frames() -> None:
     error.__cause__ = report
     error.__notes__ = ["raised by rank 1 of cell In[3] (host a)", "the ranks are in step and stay"]
     assert traceback_lines(error) == [str(report), "the ranks are in step and stay"]
-    assert told_in_cell(error)._render_traceback_() == traceback_lines(error)
+    assert shown_in_cell(error)._render_traceback_() == traceback_lines(error)
     assert traceback_lines(report)[0].startswith("LaunchError: rank 1")
     assert traceback_lines(misuse(NameError("no x"))) == ["NameError: no x"]
     assert traceback_lines(RuntimeError("a fault of ours keeps its frames")) == []

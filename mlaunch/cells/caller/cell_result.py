@@ -1,4 +1,4 @@
-"""What a cell has shown on its ranks."""
+"""The result of a cell: what it has shown on its ranks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mlaunch.cells.wire import Bundle, CellAnswer
 
 
 class CellResult:
-    """What a cell showed: shown once where all ranks have the same, else by rank.
+    """What a cell showed: once if it is the same on all ranks, else by rank.
 
     Attributes:
-        answers: By rank; of those on which the cell ran.
+        answers: By rank, of the ranks on which the cell ran.
     """
 
     def __init__(self, answers: Mapping[int, CellAnswer]) -> None:
@@ -23,17 +23,17 @@ class CellResult:
 
     @property
     def text(self) -> str:
-        """The last expression as text; "" where no rank has one to show."""
-        looks: dict[str, list[int]] = {}
+        """The last expression as text; "" if no rank has one to show."""
+        alike: dict[str, list[int]] = {}
         for rank, answer in self.answers.items():
-            looks.setdefault("" if answer.last is None else answer.last.text, []).append(rank)
-        if len(looks) < 2:
-            return next(iter(looks), "")
-        return "\n".join(_labelled(ranks, text) for text, ranks in looks.items())
+            alike.setdefault("" if answer.last is None else answer.last.text, []).append(rank)
+        if len(alike) < 2:
+            return next(iter(alike), "")
+        return "\n".join(_labelled(ranks, text) for text, ranks in alike.items())
 
     @property
     def is_empty(self) -> bool:
-        """Whether no rank has a last expression to show."""
+        """True if no rank has a last expression to show."""
         return all(answer.last is None for answer in self.answers.values())
 
     @property
@@ -41,12 +41,12 @@ class CellResult:
         return len({answer.last and answer.last.text for answer in self.answers.values()}) < 2
 
     def show_displays(self) -> None:
-        """Displays what the cell displayed, where this process can; the ranks one after the other."""
+        """Display what the cell displayed, one rank after the other; without IPython, print it."""
         for label, bundle in self.displays():
             _display(bundle, label)
 
     def displays(self) -> Iterator[tuple[str, Bundle]]:
-        """Yields what the cell displayed, each with its rank where several ranks did."""
+        """Yield what the cell displayed, with a label of its rank if several ranks did."""
         several = sum(1 for answer in self.answers.values() if answer.displays) > 1
         for rank, answer in self.answers.items():
             for bundle in answer.displays:
@@ -58,7 +58,7 @@ class CellResult:
         return self.text
 
     def _repr_mimebundle_(self, **_: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Shows all forms of what is equal; of what differs, the text."""
+        """Return all forms if the ranks' are equal; else the text."""
         if self.is_empty or not self._is_equal:
             return {"text/plain": self.text}, {}
         last = next(answer.last for answer in self.answers.values() if answer.last is not None)
@@ -66,11 +66,11 @@ class CellResult:
 
 
 def result_of(values: Sequence[CellAnswer | None]) -> CellResult:
-    """Makes the result of what the ranks answered to a cell; warns where some have no IPython."""
+    """Make a cell's result of the ranks' answers; warn if some ranks have no IPython."""
     answers = {rank: answer for rank, answer in enumerate(values) if answer is not None}
     bare = [rank for rank, answer in answers.items() if answer.without_ipython]
     if bare:
-        warn_caller(f"{name_ranks(bare)} ran this without IPython, which is not installed there: without magics")
+        warn_caller(f"{name_ranks(bare)} ran this without magics: IPython is not installed there")
     return CellResult(answers)
 
 

@@ -1,4 +1,4 @@
-"""A cell as it is sent: its text, and what it is called where it came from."""
+"""A cell as it is sent: its text, and its names for messages and tracebacks."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ _numbers = itertools.count(1)
 
 @dataclass(frozen=True)
 class CellSource:
-    """``name`` is for messages ("cell In[7]"), ``file`` for tracebacks; ``lines_above`` are the magic's,
-    or empty."""
+    """A cell. ``name``: for messages ("cell In[7]"); ``file``: for tracebacks; ``lines_above``: magic, empty ones."""
 
     text: str
     name: str
@@ -33,14 +32,14 @@ class CellSource:
 
 
 def cell_source(text: str, *, magic: str = "") -> CellSource:
-    """Makes it known to this process under a name. ``magic``: the line above the text, if there is one.
+    """Register a cell with this process, for tracebacks. ``magic``: the line above the text, if there is one.
 
     Raises:
-        SyntaxError: The text is no Python, nor what IPython makes Python of.
+        SyntaxError: The text is not Python, nor what IPython turns into Python.
     """
     shell = notebook.shell()
     lines = text.splitlines(keepends=True)
-    body = list(itertools.dropwhile(str.isspace, lines))  # as IPython has it, which drops these
+    body = list(itertools.dropwhile(str.isspace, lines))  # IPython drops these lines, too
     above, text = len(lines) - len(body) + (1 if magic else 0), "".join(body)
     whole = "\n" * above + text
     if shell is None:
@@ -49,8 +48,7 @@ def cell_source(text: str, *, magic: str = "") -> CellSource:
         sources.take((found.file, whole))
     else:
         number = _number_of_cell(shell)
-        # IPython and Jupyter name a file by a hash of raw_code, and find breakpoints by it: so it has the magic's
-        # line, too.
+        # IPython and Jupyter name a file, and find breakpoints, by a hash of raw_code: it includes the magic's line.
         file = shell.compile.cache(whole, number, raw_code=f"{magic}{whole}")
         found = CellSource(text, f"cell In[{number}]", file, number, above)
     _check_syntax(found, shell)
@@ -58,7 +56,7 @@ def cell_source(text: str, *, magic: str = "") -> CellSource:
 
 
 def _number_of_cell(shell: Any) -> int:
-    """Returns the number of the cell that runs; IPython's own count is ahead of it by one in some releases."""
+    """Return the number of the cell that runs; IPython's own count is ahead by one in some releases."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         _, name = shell.compile.format_code_name(frame.f_code.co_filename) or ("", "")
@@ -69,14 +67,14 @@ def _number_of_cell(shell: Any) -> int:
 
 
 def _check_syntax(cell: CellSource, shell: Any) -> None:
-    """Raises SyntaxError before n ranks do, of which each may have run a part of the cell by then.
+    """Raise SyntaxError here, before ranks have run a part of the cell.
 
-    What IPython knows as a command (``ls``) is left to them.
+    What IPython knows as a command (``ls``) is left to the ranks.
     """
     try:
         text = cell.text if shell is None else shell.input_transformer_manager.transform_cell(cell.text)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a ranks' compiler, once, is enough
+            warnings.simplefilter("ignore")  # the ranks' compiler warns, too
             whole = "\n" * cell.lines_above + text
             compile(whole, cell.file, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     except SyntaxError as error:
@@ -85,7 +83,7 @@ def _check_syntax(cell: CellSource, shell: Any) -> None:
 
 
 def _is_command(text: str, shell: Any) -> bool:
-    """True if it is a line of which IPython makes a magic, as of ``ls -l``."""
+    """True if the text is one line that IPython runs as a magic, such as ``ls -l``."""
     word = _COMMAND.match(text)
     one_line = len(text.strip().splitlines()) == 1
     return one_line and word is not None and shell.find_line_magic(word[1]) is not None

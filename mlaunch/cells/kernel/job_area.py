@@ -1,4 +1,4 @@
-"""Where a cell that runs in the background shows what its ranks print, and how it ends: an output of its own."""
+"""The output of a cell that runs in the background: what its ranks print, and how it ends."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 from mlaunch.base.text import in_seconds, last_bytes
 from mlaunch.caller.output.harmless import harmless
 from mlaunch.caller.output.output_plan import STREAMS
-from mlaunch.cells.caller.cell_job import CellJob
-from mlaunch.cells.kernel.told import traceback_lines
+from mlaunch.cells.caller.cell_calls import CellJob
+from mlaunch.cells.kernel.cell_errors import traceback_lines
 from mlaunch.cells.wire import Bundle
 from mlaunch.core import load
 
-_MOST = 64 * 1024  # bytes of output that it shows, of the end
-# A frontend draws each update anew, and would fall behind ranks that print in a loop.
-_PERIOD = 0.1  # seconds between two looks
+_MOST = 64 * 1024  # bytes that it shows, from the end of the output
+# A frontend draws the whole at each update, and would fall behind ranks that print in a loop.
+_PERIOD = 0.1  # seconds between two updates
 
 
 class _OfOwnCell:
-    """Publishes as a kernel does, but in the cell in which it was made, whichever runs now."""
+    """Publishes as a kernel does, but in the cell that made it, whichever runs now."""
 
     def __init__(self, display_pub: Any) -> None:
         self._pub, self._parent = display_pub, getattr(display_pub, "parent_header", None)
@@ -40,7 +40,7 @@ class _OfOwnCell:
 
 
 class JobArea:
-    """An output of the cell that began the job, which is replaced as the job goes on. At a prompt, lines of its own."""
+    """An output of the cell that began the job, replaced as the job continues. At a terminal's prompt, single lines."""
 
     def __init__(self, shell: Any, job: CellJob) -> None:
         self._publisher = _OfOwnCell(shell.display_pub)
@@ -49,18 +49,18 @@ class JobArea:
         self._text = ""
         self._begun, self._shown_at = time.monotonic(), 0.0
         self._lock = threading.Lock()
-        self._turn = threading.RLock()  # to show something
-        self._timer: threading.Timer | None = None  # that shows what came too soon after the last look
+        self._turn = threading.RLock()  # held while something is shown
+        self._timer: threading.Timer | None = None  # shows what came too soon after the last update
         self._is_open = self._is_over = False
         job.begins = self._show_beginning
 
     @property
     def sink(self) -> Any:
-        """What takes the output of the ranks; None at a prompt, where that comes as always."""
+        """What takes the output of the ranks; None at a prompt, where that is shown as usual."""
         return self._take if self._in_kernel else None
 
     def open(self) -> None:
-        """Makes the place."""
+        """Create the output."""
         head = self._head()
         self._show(head, update=False)
         self._is_open = True
@@ -73,7 +73,7 @@ class JobArea:
         return f"{self._job.name}: {'running' if has_begun else 'waits for the cells before it'}"
 
     def _show_beginning(self) -> None:
-        """Shows that the cell runs: by another thread, since this one holds a lock of the ranks."""
+        """Show that the cell runs: in another thread, since this one holds a lock of the ranks."""
         with self._lock:
             if self._is_open and self._in_kernel and self._timer is None:
                 self._start_timer(0.0)
@@ -90,14 +90,14 @@ class JobArea:
         with self._lock:
             self._text = last_bytes(self._text + data.decode(errors="replace"), _MOST)
             wait = self._shown_at + _PERIOD - time.monotonic()
-            if wait > 0 and self._timer is None:  # nothing more may be printed for long
+            if wait > 0 and self._timer is None:  # the next output may be far off
                 self._start_timer(wait)
         if wait <= 0:
             self._show_text()
 
     def _take_display(self, line: bytes) -> None:
-        display = load.module_of("display", "caller")  # which has planned for it
-        if display.clears(line):  # of this output, and not of the cell that runs
+        display = load.module_of("display", "caller")  # which has planned this pipe
+        if display.clears(line):  # clear this output, not that of the cell that runs
             with self._lock:
                 self._text = ""
             self._show_text()
@@ -136,7 +136,7 @@ class JobArea:
             if label and not bundle.update:
                 self._publisher.publish({"text/plain": label})
             display = load.room("display", "caller", "what cells display")
-            # Through JSON, as what comes by the pipe: a picture may be in bytes.
+            # Through JSON, as from the pipe: a picture may be bytes.
             sent = display.line_of({"data": bundle.data, "metadata": bundle.metadata,
                                         "transient": bundle.transient, "update": bundle.update})  # fmt: skip
             if sent is not None:

@@ -1,4 +1,4 @@
-"""What the words behind ``%ranks`` and ``%%ranks`` mean."""
+"""Parse the words behind ``%ranks`` and ``%%ranks``."""
 
 from __future__ import annotations
 
@@ -24,15 +24,14 @@ _OF_CELLS = ("targets", "deadline", "rich", "bg")
 
 
 class WordError(ValueError):
-    """The words say nothing that the magic can do."""
+    """The words are nothing that the magic can do."""
 
 
 @dataclass(frozen=True)
 class LineWords:
-    """What ``%ranks`` is to do.
+    """What ``%ranks`` does.
 
-    ``verb``: "table", "open", or that of a flag: "pull"; ``names``: to pull or push, or of jobs; ``options``: of the
-    ranks.
+    ``verb``: "table", "open", or a flag's: "pull"; ``names``: to pull or push, or of jobs; ``options``: of the ranks.
     """
 
     verb: str
@@ -43,9 +42,9 @@ class LineWords:
 
 @dataclass(frozen=True)
 class CellWords:
-    """How ``%%ranks`` is to run its cell; as the parameters of ``Ranks.cell``.
+    """How ``%%ranks`` runs its cell; as the parameters of ``Ranks.cell``.
 
-    ``bg``: the name of its job, if it runs in the background; ``auto``: nobody has written the magic.
+    ``bg``: the name of its job, if it runs in the background; ``auto``: ``%ranks --auto`` has added the magic.
     """
 
     targets: tuple[int, ...] | None = None
@@ -56,22 +55,22 @@ class CellWords:
 
 
 def line_words(line: str) -> LineWords:
-    """Reads what stands behind ``%ranks``. WordError that says what is wrong."""
+    """Parse what is behind ``%ranks``. WordError says what is wrong."""
     words = _split(line)
     verbs = [word[2:] for word in words if word[:2] == "--" and word[2:] in {*_WITH_NAMES, *_ALONE, "restart"}]
     if len(verbs) > 1:
-        raise WordError(f"--{verbs[0]} and --{verbs[1]} are two things: one line for each")
+        raise WordError(f"--{verbs[0]} and --{verbs[1]} do two things: use one line for each")
     verb = verbs[0] if verbs else "open" if words else "table"
     rest = [word for word in words if word != f"--{verb}"]
     if verb in _WITH_NAMES:
         return _naming(verb, rest)
     if verb in _ALONE and rest:
-        raise WordError(f"--{verb} takes nothing else, but there is {rest[0]}")
+        raise WordError(f"--{verb} takes nothing else: leave out {rest[0]}")
     return LineWords(verb, options=_options(rest))
 
 
 def cell_words(line: str) -> CellWords:
-    """Reads what stands behind ``%%ranks``. WordError that says what is wrong."""
+    """Parse what is behind ``%%ranks``. WordError says what is wrong."""
     given: dict[str, Any] = {}
     words = _split(line)
     if words == ["--auto"]:
@@ -100,7 +99,7 @@ def _split(line: str) -> list[str]:
 
 
 def _flag(word: str, rest: list[str]) -> tuple[str, str]:
-    """Returns the name of a flag and its value, which may be the next word."""
+    """Return the name of a flag and its value, which may be the next word."""
     name, has_value, text = word[2:].partition("=")
     if not has_value:
         if rest and not rest[0].startswith("--"):
@@ -130,13 +129,13 @@ def _naming(verb: str, words: list[str]) -> LineWords:
 
 def _targets(text: str) -> tuple[int, ...]:
     if not _RUNS.fullmatch(text):
-        raise WordError(f"{text}: allowed: ranks and runs of ranks with commas between them, as in 0,2-3")
+        raise WordError(f"{text}: allowed: ranks and ranges of ranks with commas between them, as in 0,2-3")
     found: list[int] = []
     for run in text.split(","):
         first, _, last = run.partition("-")
         found += range(int(first), int(last or first) + 1)
     if not found:
-        raise WordError(f"{text}: allowed: runs that count up, as in 2-3")
+        raise WordError(f"{text}: allowed: ranges that count up, as in 2-3")
     return tuple(found)
 
 
@@ -150,13 +149,13 @@ def _seconds(name: str, text: str) -> float:
     except ValueError:
         raise WordError(f"--{name} {text}: allowed: a number of seconds") from None
     if not 0 < seconds < math.inf:
-        raise WordError(f"--{name} {text}: allowed: a number of seconds above 0; without it there is no limit but that "
-                        f"of the ranks")  # fmt: skip
+        raise WordError(f"--{name} {text}: allowed: a number of seconds above 0; without it the ranks' own limit "
+                        f"holds")  # fmt: skip
     return seconds
 
 
 def _options(words: list[str]) -> dict[str, Any]:
-    """Reads the options of ``Ranks``; the first word may be how many ranks."""
+    """Parse the options of ``Ranks``; the first word may be the number of ranks."""
     found: dict[str, Any] = {}
     if words and words[0].isdecimal():
         found["n_gpus"] = int(words.pop(0))
@@ -185,7 +184,7 @@ def _known(name: str, text: str) -> tuple[str, str]:
 
 
 def _value(name: str, text: str) -> Any:
-    """Returns an option's value as its type says; ``Options`` checks it."""
+    """Return an option's value by its type; ``Options`` checks it."""
     kind = _TYPES[name]
     if name == "engine":
         return load.room("engines", "caller.engine_names", f"--engine {text}").engine_named(text)
@@ -199,7 +198,7 @@ def _value(name: str, text: str) -> Any:
 
 
 def _number(text: str) -> Any:
-    """Returns the number; the text, if it is none."""
+    """Return the number; the text itself if it is not one."""
     try:
         return ast.literal_eval(text)
     except (SyntaxError, ValueError):
@@ -211,12 +210,12 @@ def _flags(names: Sequence[str]) -> str:
 
 
 def verb_of(words: Sequence[str]) -> str:
-    """Returns the verb among the words behind ``%ranks`` that is followed by names; "": there is none."""
+    """Return the verb behind ``%ranks`` that names follow; "" if there is none."""
     return next((word[2:] for word in words if word[:2] == "--" and word[2:] in _WITH_NAMES), "")
 
 
 def flags_after(words: Sequence[str], *, of_cell: bool) -> list[str]:
-    """Returns the flags that may follow those words."""
+    """Return the flags that may follow these words."""
     if of_cell:
         names: Sequence[str] = (*_OF_CELLS, "local")
     elif verb := verb_of(words):

@@ -1,4 +1,4 @@
-"""``%ranks`` and ``%%ranks`` in IPython: the notebook's ranks, and its cells on them."""
+"""``%ranks`` and ``%%ranks`` in IPython: a notebook's ranks, and its cells on them."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
-from mlaunch.base.text import name_ranks
+from mlaunch.base.text import in_bytes, name_ranks, ranges
 from mlaunch.caller.output.harmless import harmless
 from mlaunch.caller.ranks.ranks import Ranks, check
-from mlaunch.cells.caller.cell_job import CellJob
+from mlaunch.cells.caller.cell_calls import CellJob
 from mlaunch.cells.caller.cell_result import CellResult
 from mlaunch.cells.caller.cell_source import CellSource, cell_source
+from mlaunch.cells.kernel.cell_completion import RankNames, install
+from mlaunch.cells.kernel.cell_errors import show_syntax_errors, shown_in_cell
 from mlaunch.cells.kernel.job_area import JobArea
 from mlaunch.cells.kernel.magic_words import CellWords, LineWords, WordError, cell_words, line_words
-from mlaunch.cells.kernel.name_matcher import RankNames, install
-from mlaunch.cells.kernel.table import table
-from mlaunch.cells.kernel.told import show_syntax_errors, told_in_cell
+from mlaunch.cells.wire import NamesOfRank
 
 _MAGIC = re.compile(r"\s*(\w+\s*=\s*)?%{1,2}ranks\b")
 _HERE = re.compile(r"\s*%%ranks\s+--local\s*$")
 
-_NONE_OPEN = "no ranks are open: %ranks 4 opens four, %ranks with options others (%ranks? shows them)"
+_NONE_OPEN = "no ranks are open: %ranks 4 opens four, also with options (%ranks? shows them)"
+_SHOWN = 12  # names in the table
+_NO_NAMES = "cells have left no names there"
 
 
 class CellRanks:
@@ -40,19 +42,19 @@ class CellRanks:
         ]
 
     def magic(self, line: str, cell: str | None = None) -> Any:
-        """Opens ranks, runs cells on them, and brings names to and fro.
+        """Open ranks, run cells on them, and exchange names with them.
 
         %ranks 4 [--backend gloo ...]    opens four ranks, with the options of Ranks
         %ranks                           a table: memory, and the names that cells have left
         %%ranks [0,2-3] [--deadline 60] [--rich all]
                                          runs the cell on all ranks, or on some
-        %%ranks --bg job                 runs it while the notebook goes on; job is its future
-        %ranks --cancel job, --stop job  ends it, or asks it to stop where mlaunch.stopping() is true
+        %%ranks --bg job                 runs it in the background; job is its future
+        %ranks --cancel job, --stop job  ends it, or asks it to stop: mlaunch.stopping() becomes true there
         %ranks --auto, --local           plain cells run on the ranks from now on, or here again;
-                                         %%ranks --local: this one here
+                                         %%ranks --local: only this one runs here
         %ranks --pull loss               a list of its values by rank, also as `losses = %ranks --pull loss`
         %ranks --push lr data            sets names of the notebook on the ranks
-        %ranks --restart [...]           fresh ranks, with the same options or others
+        %ranks --restart [...]           new ranks, with the same options or others
         %ranks --close                   ends them
         """
         try:
@@ -61,20 +63,20 @@ class CellRanks:
         except (KeyboardInterrupt, Exception) as error:
             if isinstance(error, WordError):
                 raise UsageError(str(error)) from None
-            told: BaseException = error
+            shown: BaseException = error
             with harmless():
-                told = told_in_cell(error)
-            raise told from error.__cause__
+                shown = shown_in_cell(error)
+            raise shown from error.__cause__
         finally:
             self.automatic.paused = False
 
     def uninstall(self) -> None:
-        """Takes out of the shell what was put there."""
+        """Remove from the shell what was installed there."""
         for take_out in self._installed:
             take_out()
 
     def close(self) -> None:
-        """Ends the ranks, if there are any."""
+        """End the ranks, if there are any."""
         ranks, self._ranks, self.automatic.on = self._ranks, None, False
         if ranks is not None:
             ranks.terminate()
@@ -86,7 +88,7 @@ class CellRanks:
         return self._ranks
 
     def _names(self, kind: str, source: str, prefix: str, rank: int) -> Sequence[str]:
-        """Returns names of a rank for completion; of no rank, none."""
+        """Return names of a rank for completion; none if no ranks are open."""
         ranks = self._ranks
         return () if ranks is None or ranks.closed else ranks.cells.names_for_completion(kind, source, prefix, rank)
 
@@ -116,7 +118,7 @@ class CellRanks:
         area = JobArea(self._shell, job)
         job.sink = area.sink
         ranks.cells.submit_cell(job, cell, words.targets, words.deadline, words.rich)
-        # Once it is queued: a name that stands for no job would be worse than none.
+        # Only once it is queued, which may fail.
         self._shell.user_ns[words.bg] = job
         area.open()
 
@@ -140,14 +142,13 @@ class CellRanks:
     def _print_table(self, _: LineWords) -> None:
         ranks = self._open
         is_idle = ranks.idle
-        told = ranks.cells.names() if is_idle else []
-        print(table(ranks.devices, "idle" if is_idle else "running", told))
+        print(table(ranks.devices, "idle" if is_idle else "running", ranks.cells.names() if is_idle else []))
 
     def _open_ranks(self, words: LineWords) -> None:
         if self._ranks is not None and not self._ranks.closed:
             if words.options != self._options:
                 raise WordError(f"{self._ranks!r} are open, with other options: %ranks --restart with the new ones "
-                                f"ends these first, and what they hold is lost then")  # fmt: skip
+                                f"ends these first, and loses what they hold")  # fmt: skip
         else:
             self._ranks, self._options = Ranks(**words.options), words.options
             self._ranks.cells.open_shells()
@@ -155,7 +156,7 @@ class CellRanks:
 
     def _restart(self, words: LineWords) -> None:
         options = words.options or self._options
-        # Checked before the old ranks end: a mistyped option must not cost what they hold.
+        # Before the old ranks end: a mistyped option must not lose what they hold.
         check(options)
         self.close()
         self._open_ranks(LineWords("open", options=options))
@@ -164,7 +165,7 @@ class CellRanks:
         found = {name: self._shell.user_ns.get(name) for name in words.names}
         strange = [name for name, job in found.items() if not isinstance(job, CellJob)]
         if strange:
-            raise WordError(f"{', '.join(strange)} is no job of the notebook; %%ranks --bg {strange[0]} begins one")
+            raise WordError(f"the notebook has no job {', '.join(strange)}; %%ranks --bg {strange[0]} starts one")
         return [job for job in found.values() if isinstance(job, CellJob)]
 
     def _begin_auto(self, _: LineWords) -> None:
@@ -190,7 +191,7 @@ class CellRanks:
 
 
 def load(shell: Any) -> None:
-    """Brings the magics into an IPython shell; those that are there stay, with their ranks."""
+    """Add the magics to an IPython shell; if they are there already, they stay, with their ranks."""
     # %load_ext and an import of the extension may both come.
     if getattr(shell, "mlaunch_ranks", None) is None:
         shell.mlaunch_ranks = CellRanks(shell)
@@ -199,7 +200,7 @@ def load(shell: Any) -> None:
 
 
 def unload(shell: Any) -> None:
-    """Ends the ranks and takes the magics away."""
+    """End the ranks and remove the magics."""
     ranks: CellRanks | None = getattr(shell, "mlaunch_ranks", None)
     if ranks is not None:
         shell.mlaunch_ranks = None
@@ -211,7 +212,7 @@ def unload(shell: Any) -> None:
 
 
 class Automatic:
-    """Called with the lines of each cell. ``on``: they go to the ranks; ``paused``: a magic has come so far."""
+    """Called with the lines of each cell. ``on``: cells go to the ranks; ``paused``: a magic of mlaunch runs."""
 
     def __init__(self) -> None:
         self.on = False
@@ -223,5 +224,39 @@ class Automatic:
         return ["%%ranks --auto\n", *lines] if self.takes(lines) and not self.paused else list(lines)
 
     def takes(self, lines: Sequence[str]) -> bool:
-        """Tells whether a cell goes to the ranks though it does not say so."""
+        """True if a cell goes to the ranks though it does not say so."""
         return self.on and any(line.strip() for line in lines) and not any(map(_MAGIC.match, lines))
+
+
+def table(devices: Sequence[str], state: str, found: Sequence[NamesOfRank]) -> str:
+    """Return the table that ``%ranks`` prints. ``found``: by rank; empty if the ranks are busy and cannot be asked."""
+    if not found:
+        return f"{_head(len(devices), devices, state)}\n(busy ranks cannot be asked for their memory and names)"
+    rows = [("rank", "pid", "device", "memory", "on device")]
+    for rank, here in enumerate(found):
+        device = devices[rank] if rank < len(devices) else ""
+        on_device = in_bytes(here.device_memory) if here.device_memory else "-"
+        rows.append((str(rank), str(here.pid), device, in_bytes(here.memory), on_device))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return "\n".join([_head(len(found), devices, state), *lines, *_names(found)])
+
+
+def _head(size: int, devices: Sequence[str], state: str) -> str:
+    kinds = ", ".join(dict.fromkeys(device.partition(":")[0] for device in devices))
+    return f"{size} rank{'s' if size > 1 else ''} on {kinds}, {state}"
+
+
+def _names(found: Sequence[NamesOfRank]) -> list[str]:
+    """Return a line for each name: once if all ranks have it alike, else by rank. The largest come first."""
+    having: dict[tuple[str, str, int], list[int]] = {}
+    for rank, here in enumerate(found):
+        for name, (kind, size) in here.names.items():
+            having.setdefault((name, kind, size), []).append(rank)
+    rows = sorted(having.items(), key=lambda row: (-row[0][2], row[0][0]))
+    lines = []
+    for (name, kind, size), ranks in rows[:_SHOWN]:
+        where = "" if len(ranks) == len(found) else f"[{ranges(ranks, ',')}] "
+        lines.append(f"{where}{name}: {kind}, {in_bytes(size)}")
+    more = [f"and {len(rows) - _SHOWN} more"] if len(rows) > _SHOWN else []
+    return [*lines, *more] or [_NO_NAMES]

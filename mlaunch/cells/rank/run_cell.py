@@ -1,41 +1,40 @@
-"""Runs a notebook's cell in this rank, in a ``__main__`` that stays from cell to cell."""
+"""Run a notebook's cell in this rank, in a ``__main__`` that stays from cell to cell."""
 
 from __future__ import annotations
 
+import ast
+import asyncio
 import contextlib
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.frames import is_library
-from mlaunch.cells.rank.plain_shell import PlainShell
-from mlaunch.cells.wire import CellAnswer
-from mlaunch.protocol import this_rank
+from mlaunch.cells.wire import Bundle, CellAnswer
+from mlaunch.protocol import sources, this_rank
 from mlaunch.rank.whole import whole
 
+if TYPE_CHECKING:
+    from mlaunch.cells.rank.shell import CellShell
+
 main = types.ModuleType("__main__")  # the cells'
-
-
-class CellRunner(Protocol):
-    """What runs cells."""
-
-    def run(self, source: str, file: str, number: int, lines_above: int, /, *, collects: bool = False) -> CellAnswer:
-        """Runs one; raises what the cell raises. ``collects``: what it displays goes back with the answer."""
+_RICH = {"_repr_html_": "text/html", "_repr_svg_": "image/svg+xml", "_repr_markdown_": "text/markdown"}
 
 
 def run_cell(
     source: str, file: str, place: tuple[int, int], targets: Sequence[int] | None, rich: bool
 ) -> CellAnswer | None:
-    """Runs a cell; on the ranks that are no targets, nothing.
+    """Run a cell; None on ranks that are not its targets.
 
     Args:
         source: Its text.
-        file: What stands for it in tracebacks.
+        file: Its name in tracebacks.
         place: The cell's number, and how many lines of it are above the text.
         targets: The ranks on which the cell runs. None: all.
-        rich: All targets answer with all forms of what they show, not only the first of them.
+        rich: All targets answer with all forms of what they show, not only the first target.
     """
     here = rank()
     first = 0 if targets is None else min(targets)
@@ -43,19 +42,19 @@ def run_cell(
         return None
     with main_of_cells():
         try:
-            # Rank 0 has a pipe to a notebook, which shows at once what it displays; not in order with what others do.
+            # Rank 0 has a pipe to the notebook, which shows at once what it displays.
             answer = shell().run(source, file, *place, collects=rich or here == first != 0)
         except SystemExit as leaving:
-            # A SystemExit would end this rank, and with it all that the cells have made.
+            # It would end this rank, and with it all that the cells have made.
             said = "" if leaving.code is None else repr(leaving.code)
             raised = RuntimeError(f"the cell called sys.exit({said}); ranks end with %ranks --close")
             raise raised.with_traceback(_of_user(leaving.__traceback__)) from None
-    # Each rank has made all forms, which may take a collective; one rank's are enough to be seen.
+    # Each rank has made all forms, since that may take a collective; those of one rank are enough to show.
     return answer if rich or here == first else _in_short(answer)
 
 
 def _of_user(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """Cuts off the frames of what ends a program, such as IPython's ``exit``."""
+    """Return a traceback without the library's frames at its end, such as those of IPython's ``exit``."""
     last, following = None, trace
     while following is not None:
         last = last if is_library(following.tb_frame.f_code.co_filename) else following
@@ -66,18 +65,18 @@ def _of_user(trace: types.TracebackType | None) -> types.TracebackType | None:
 
 
 def rank() -> int:
-    """Returns the number of this rank; 0 in a process that is none."""
+    """Return this rank's number; 0 in a process that is not a rank."""
     return 0 if this_rank.this_rank is None else this_rank.this_rank.rank
 
 
 @functools.cache
 @whole
-def shell() -> CellRunner:
-    """Returns what runs cells here: IPython, where it is installed."""
+def shell() -> PlainShell | CellShell:
+    """Return what runs cells here: IPython's shell, if it is installed."""
     try:
         from mlaunch.cells.rank.shell import open_shell
     except ModuleNotFoundError as error:
-        # A package that IPython lacks is another matter than IPython that is not there: it should be told.
+        # IPython is there, but lacks a package: an error to show.
         if (error.name or "").partition(".")[0] not in {"IPython", "traitlets"}:
             raise
         return PlainShell(main)
@@ -86,9 +85,9 @@ def shell() -> CellRunner:
 
 @contextlib.contextmanager
 def main_of_cells() -> Iterator[types.ModuleType]:
-    """Makes the cells' namespace ``__main__``.
+    """Make the cells' namespace ``__main__`` meanwhile.
 
-    Not for longer: values that go back are pickled without it, by value, since the notebook has none of its classes.
+    Values are sent back without it, so that they are pickled by value: the notebook has none of its classes.
     """
     before = sys.modules.get("__main__")
     sys.modules["__main__"] = main
@@ -101,3 +100,39 @@ def main_of_cells() -> Iterator[types.ModuleType]:
 
 def _in_short(answer: CellAnswer) -> CellAnswer:
     return CellAnswer(answer.last and answer.last.plain(), (), answer.without_ipython)
+
+
+class PlainShell:
+    """Runs cells where IPython is not installed: Python alone, without magics."""
+
+    def __init__(self, module: types.ModuleType) -> None:
+        self._names = vars(module)
+
+    def run(self, source: str, file: str, _number: int, lines_above: int, /, *, collects: bool = False) -> CellAnswer:  # noqa: ARG002
+        """Run a cell; raise what the cell raises."""
+        source = "\n" * lines_above + source
+        # Before it is compiled, so that a syntax error shows the line.
+        sources.take((file, source))
+        flags = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+        body = compile(source, file, "exec", flags, dont_inherit=True).body
+        # As in a notebook: the value of a last expression is shown, unless a semicolon follows it.
+        last = body.pop() if body and isinstance(body[-1], ast.Expr) and not source.rstrip().endswith(";") else None
+        self._evaluate(ast.Module(body, []), file, "exec")
+        value = self._evaluate(ast.Expression(last.value), file, "eval") if isinstance(last, ast.Expr) else None
+        if value is not None:
+            self._names["_"] = value
+        return CellAnswer(None if value is None else _bundle(value), (), without_ipython=True)
+
+    def _evaluate(self, tree: ast.Module | ast.Expression, file: str, mode: str) -> Any:
+        code = compile(tree, file, mode, ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+        found = eval(code, self._names)
+        return asyncio.run(found) if code.co_flags & inspect.CO_COROUTINE else found
+
+
+def _bundle(value: object) -> Bundle:
+    data = {"text/plain": repr(value)}
+    for name, mime in _RICH.items():
+        make = None if isinstance(value, type) else getattr(value, name, None)
+        if callable(make) and (found := make()) is not None:
+            data[mime] = found
+    return Bundle(data, {}, {})

@@ -1,6 +1,6 @@
-"""IPython's shell in a rank: magics, top-level ``await``, rich output; what it shows goes back with the answer.
+"""IPython's shell in a rank: magics, top-level ``await``, rich output. What it shows goes back with the answer.
 
-No history, which would open a database and a thread; no directory of its own; no traceback that it prints, since the
+It has no history, which would open a database and a thread, and no directory; it prints no traceback, since the
 exception goes back.
 """
 
@@ -42,7 +42,7 @@ class _Collector(DisplayPublisher):
 
 
 class _LastExpression(DisplayHook):
-    """Keeps what a cell's last expression looks like."""
+    """Keeps the forms of a cell's last expression."""
 
     shell: Any
 
@@ -51,7 +51,7 @@ class _LastExpression(DisplayHook):
         return bool(ends_silently(self.shell.source))
 
     def update_user_ns(self, result: Any) -> None:
-        """Keeps the latest value alone, as ``_``: they may be large. If the cells have a ``_`` of their own, none."""
+        """Keep only the latest value, as ``_``: values may be large. Keep none if the cells have their own ``_``."""
         names = self.shell.user_ns
         if names.get("_", self._) is self._ and not hasattr(builtins, "_"):
             self._ = names["_"] = result
@@ -69,7 +69,7 @@ class _LastExpression(DisplayHook):
 
 
 class _NamedByNotebook(CachingCompiler):
-    """Calls a cell's code what the notebook calls it."""
+    """Gives a cell's code the name that it has in the notebook."""
 
     file = ""
 
@@ -86,11 +86,11 @@ class CellShell(InteractiveShell):
     displayhook_class = Type(_LastExpression)
     source = ""  # of the cell that runs
     last: Bundle | None = None
-    displays: list[Bundle] = []  # noqa: RUF012  # each instance gets its own, before traitlets are told of it
+    displays: list[Bundle] = []  # noqa: RUF012  # each instance gets its own
     _lines_above = 0
 
     def run(self, source: str, file: str, number: int, lines_above: int, /, *, collects: bool = False) -> CellAnswer:
-        """Runs a cell; raises what the cell raises. ``collects``: what it displays goes back with the answer."""
+        """Run a cell; raise what the cell raises. ``collects``: what it displays goes back with the answer."""
         self.source, self._lines_above, self.compile.file, self.execution_count = source, lines_above, file, number
         self.last, self.displays = None, []
         run_cell: Any = self.run_cell  # untyped, as what it calls
@@ -108,7 +108,7 @@ class CellShell(InteractiveShell):
             del done, error  # with what the frames of the error hold
 
     def _displaying(self, *, collects: bool) -> contextlib.AbstractContextManager[None]:
-        """Return what to hold while the cell runs; without mlaunch/display this shell collects in any case."""
+        """Return what to hold while the cell runs; without mlaunch/display this shell always collects."""
         rank = load.at_hand("display", "rank")
         if rank is None:
             return contextlib.nullcontext()
@@ -118,23 +118,23 @@ class CellShell(InteractiveShell):
         return held
 
     def transform_cell(self, raw_cell: str) -> str:
-        """Puts the cell where its lines have the numbers that they have in the notebook."""
+        """Shift the cell so that its lines have the same numbers as in the notebook."""
         above, self._lines_above = self._lines_above, 0
         transform: Any = super().transform_cell
         return "\n" * above + str(transform(raw_cell))
 
     def showtraceback(self, *args: Any, running_compiled_code: bool = False, **kwargs: Any) -> None:
-        """Prints what a magic shows of its own accord (``%run``); a cell's exception goes back."""
+        """Print the traceback of a magic (``%run``); a cell's own exception goes back."""
         if not running_compiled_code and not isinstance(sys.exc_info()[1], SystemExit):
             super().showtraceback(*args, **kwargs)
 
     def showsyntaxerror(self, *args: Any, **kwargs: Any) -> None: ...
 
     def enable_gui(self, gui: Any = None) -> None:
-        """Does nothing: ranks have no loop of events, and ``%matplotlib inline`` asks for none."""
+        """Do nothing: ranks have no event loop, and ``%matplotlib inline`` needs none."""
 
     def ask_exit(self) -> None:
-        """Ends the cell, as ``sys.exit`` does."""
+        """End the cell, as ``sys.exit`` does."""
         raise SystemExit
 
     def init_virtualenv(self) -> None: ...
@@ -143,14 +143,14 @@ class CellShell(InteractiveShell):
 
 
 def open_shell(module: types.ModuleType) -> CellShell:
-    """Makes the one shell of this rank, whose namespace is the module's."""
+    """Make the one shell of this rank, whose namespace is the module's."""
     if InteractiveShell.initialized():  # a rank that was forked from a kernel has the kernel's
         type(InteractiveShell.instance()).clear_instance()
     warnings.filterwarnings("ignore", message="To exit: use 'exit'")
     config = Config()
-    # It would open a database in the user's directory, which ranks would lock each other out of, and a thread.
+    # It would open a thread, and a database in the user's directory that ranks would lock each other out of.
     config.HistoryManager.enabled = False
-    config.InteractiveShell.cache_size = 0  # else each value that was shown would stay in memory
+    config.InteractiveShell.cache_size = 0  # otherwise each value that was shown would stay in memory
     # The caller shows tracebacks, and knows what its terminal or notebook can show.
     config.InteractiveShell.colors = "nocolor"
     config.InteractiveShell.display_page = True
@@ -160,7 +160,7 @@ def open_shell(module: types.ModuleType) -> CellShell:
         config.InteractiveShell.ipython_dir = directory
         shell: CellShell = CellShell.instance(config=config, user_module=module, user_ns=vars(module))
     finally:
-        # IPython wants a directory while it begins, and never again here.
+        # IPython needs a directory only while it starts.
         shutil.rmtree(directory, ignore_errors=True)
         if before is not None:
             sys.modules["__main__"] = before
@@ -168,7 +168,7 @@ def open_shell(module: types.ModuleType) -> CellShell:
 
 
 def _below_ipython(error: BaseException, file: str) -> BaseException:
-    """Takes all frames above the cell off the traceback."""
+    """Remove all frames above the cell from the traceback."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename != file:
         trace = trace.tb_next

@@ -1,4 +1,4 @@
-"""Completion in cells that run on ranks: the names are asked of a rank, and what the notebook has is no answer."""
+"""Completion in cells that run on ranks, with names of a rank in place of the notebook's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlaunch.base.log import log
-from mlaunch.cells.caller.cell_job import CellJob
+from mlaunch.cells.caller.cell_calls import CellJob
 from mlaunch.cells.kernel.magic_words import WordError, cell_words, flags_after, verb_of
 
 _LINE = re.compile(r"\s*(?:\w+\s*=\s*)?%ranks(\s.*)")
@@ -18,16 +18,16 @@ _OBJECT = rf"""(?<![\w.\])}}'"\\])({_NAME}(?:\.{_NAME}|{_ITEM})*)"""
 _ATTRIBUTE = re.compile(rf"{_OBJECT}\.(\w*)$")
 _KEY = re.compile(rf"{_OBJECT}\[\s*(['\"])([^'\"\\]*)$")
 _WORD = re.compile(rf"(?<![\w.\\])((?:{_NAME})?)$")
-_NOTEBOOKS_OWN = re.compile(r"\s*(?:[!%?]|(?:import|from)\s)|.*\\\w*$")  # what IPython completes as well by itself
+_NOTEBOOKS_OWN = re.compile(r"\s*(?:[!%?]|(?:import|from)\s)|.*\\\w*$")  # what IPython completes by itself
 _QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
 
 
 @dataclass(frozen=True)
 class WordAtCursor:
-    """What is to be completed.
+    """What to complete.
 
-    ``kind``, ``source``, ``prefix``: as ``guarded_names.find_names`` takes them; "file": the name of one; ``end``: what
-    follows each name.
+    ``kind``, ``source``, ``prefix``: as ``find_names`` takes them, or the kind is "file"; ``end``: what follows each
+    name.
     """
 
     kind: str
@@ -37,7 +37,7 @@ class WordAtCursor:
 
 
 class NoNames(list[Any]):
-    """Looks as if some were in it: IPython hears "suppress" from a matcher that has found something alone."""
+    """An empty list with a length of 1: IPython respects "suppress" only of a matcher that has found something."""
 
     def __len__(self) -> int:
         return 1
@@ -48,10 +48,10 @@ class NoNames(list[Any]):
 
 @dataclass
 class RankNames:
-    """Finds out what may stand at a cursor.
+    """Finds the names for a cursor's place.
 
-    ``ask`` returns names of a rank, as ``find_names`` does; ``goes_to_ranks`` tells whether a cell without a magic
-    does; ``notebook`` returns what the notebook has.
+    ``ask`` returns names of a rank, as ``find_names`` does; ``goes_to_ranks`` is True for a cell without a magic that
+    goes there; ``notebook`` returns the notebook's names.
     """
 
     ask: Callable[[str, str, str, int], Sequence[str]]
@@ -59,7 +59,7 @@ class RankNames:
     notebook: Callable[[], Mapping[str, Any]]
 
     def answer(self, text: str, line_number: int, column: int) -> dict[str, Any] | None:
-        """Returns what a matcher of IPython's answers; None: the cell is the notebook's, and so is this word."""
+        """Return the answer of a matcher of IPython's; None: this word is the notebook's."""
         lines = text.split("\n")
         before, after = lines[line_number][:column], lines[line_number][column:]
         first = next((number for number, line in enumerate(lines) if line.strip()), 0)
@@ -78,7 +78,7 @@ class RankNames:
         if wanted.kind == "file":
             return _answer([], "", but={"IPCompleter.file_matcher"})
         names = self.ask(wanted.kind, wanted.source, wanted.prefix, rank) if wanted.kind else ()
-        if wanted.end:  # a quote, before which no name may end
+        if wanted.end:  # a quote, which no name may contain
             names = [name for name in names if not {wanted.end, "\\", "\n"}.intersection(name)]
         end = "" if after.startswith(wanted.end) else wanted.end
         return _answer([name + end for name in names], wanted.prefix)
@@ -103,7 +103,7 @@ class RankNames:
 
 
 def what_is_wanted(before: str) -> WordAtCursor | None:
-    """Reads the line up to the cursor. ``kind`` "": nothing can be told; None: IPython knows as well."""
+    """Parse the line up to the cursor. ``kind`` is "" if nothing can be found; None: IPython completes it by itself."""
     if _NOTEBOOKS_OWN.match(before):
         return None
     if key := _KEY.search(before):
@@ -118,7 +118,7 @@ def what_is_wanted(before: str) -> WordAtCursor | None:
 
 
 def first_target(words: str) -> int:
-    """Returns the rank that answers for a cell: the first of those on which the cell is to run."""
+    """Return the rank whose names a cell gets: the first of its targets."""
     try:
         targets = cell_words(words).targets
     except WordError:  # they may not be complete
@@ -134,17 +134,17 @@ def _answer(names: Sequence[str], fragment: str, *, but: Collection[str] = ()) -
 
 
 def install(shell: Any, names: RankNames) -> Callable[[], None]:
-    """Lets IPython's completer ask; returns what takes that back."""
+    """Add a matcher to IPython's completer; return what removes it."""
     try:
         from IPython.core.completer import context_matcher
-    except ImportError:  # before 8.6, whose completer would not say in which cell it is
+    except ImportError:  # before 8.6, whose completer does not tell a matcher the cell
         return lambda: None
     completer = shell.Completer
 
     def match(context: Any) -> dict[str, Any]:
         try:
             found = names.answer(context.full_text, context.cursor_line, context.cursor_position)
-        except Exception:  # a person types, and wants no traceback in between
+        except Exception:  # somebody types, and wants no traceback in between
             log.debug("completion on ranks failed", exc_info=True)
             found = _answer([], "")
         return {"completions": []} if found is None else found

@@ -1,8 +1,8 @@
-"""Names for completion, found by looking alone: no user code runs.
+"""Names for completion, found without running user code.
 
 One rank answers while the others do nothing, so a property or a ``__dir__`` that communicates would wait for ever.
-IPython's own completer, however guarded, calls ``__dir__`` and ``__getattribute__``, and has nothing to say of a
-module's submodules.
+IPython's own completer, however guarded, calls ``__dir__`` and ``__getattribute__``, and does not find the parts of a
+``torch.nn.Module``.
 """
 
 from __future__ import annotations
@@ -16,24 +16,22 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from mlaunch.base.frames import is_library
+from mlaunch.cells.rank.names_of_cells import is_value
 from mlaunch.cells.rank.run_cell import main, rank
 from mlaunch.rank.by_looking import MISSING, in_classes, is_a, is_just, mro, names_of_class, own_names, registries
 
-_NO_VALUES = (types.ModuleType, types.FunctionType, type)
-_IPYTHONS = frozenset({"In", "Out", "exit", "quit", "get_ipython", "open"})
-
 
 class UnknownError(Exception):
-    """To find it out would take user code, or there is no such thing."""
+    """It does not exist, or finding it would run user code."""
 
 
 def find_names(kind: str, source: str, prefix: str, asked: int) -> list[str] | None:
-    """Returns the names that begin so, sorted; None on all ranks but the one that is asked.
+    """Return the names with a prefix, sorted; None on all ranks but the one that is asked.
 
     Args:
         kind: "names" that a cell can use, "values" that cells have left, "attributes" or "keys" of an object.
         source: The object, as ``model.layers[0]``.
-        prefix: How they begin. Names with an underscore are told only if that has one.
+        prefix: How they begin. Names with an underscore are found only if this has one.
         asked: The rank.
     """
     if rank() != asked:
@@ -52,8 +50,7 @@ def _all_names(_: str) -> Iterable[str]:
 
 
 def _values(_: str) -> Iterable[str]:
-    names = vars(main)
-    return [name for name in names.keys() - _IPYTHONS if not any(is_a(names[name], kind) for kind in _NO_VALUES)]
+    return [name for name, value in list(vars(main).items()) if is_value(name, value)]
 
 
 def _attributes(source: str) -> Iterable[str]:
@@ -62,7 +59,7 @@ def _attributes(source: str) -> Iterable[str]:
         return dir(value)
     classes = mro(value if is_a(value, type) else type(value))
     found = {name for one in classes for name in names_of_class(one)} | own_names(value).keys()
-    # The parts of a Sequential are "0", "1", ..., which nobody can write after a dot.
+    # The parts of a Sequential are "0", "1", ..., which cannot follow a dot.
     return (name for name in found.union(*registries(value)) if type(name) is str and name.isidentifier())
 
 
@@ -82,7 +79,7 @@ _FINDERS: dict[str, Callable[[str], Iterable[str]]] = {
 
 
 def _value(node: ast.expr) -> Any:
-    """Returns what an expression stands for, if that can be looked up."""
+    """Return the value of an expression, if it can be looked up."""
     match node:
         case ast.Name(name):
             found = vars(main).get(name, vars(builtins).get(name, MISSING))
@@ -117,7 +114,7 @@ def _attribute(value: Any, name: str) -> Any:
 
 
 def _item(value: Any, key: Any) -> Any:
-    """Looks up an item. LookupError, TypeError: there is none."""
+    """Look up an item. LookupError, TypeError: there is none."""
     for kind in (list, tuple):
         if is_a(value, kind):
             return kind.__getitem__(value, key)
@@ -134,7 +131,7 @@ def _item(value: Any, key: Any) -> Any:
 
 
 def _has_names_of_library(value: Any) -> bool:
-    """Tells whether a library's own ``__dir__`` knows more: in its lazy modules, and columns in pandas' frames."""
+    """True if a library's own ``__dir__`` knows more: lazy modules, and columns of pandas' frames."""
     kind = type(value)
     if not is_a(value, types.ModuleType):
         module = in_classes((kind,), "__module__")

@@ -1,4 +1,4 @@
-"""What a cell shows of an exception of its ranks: the cause, with the lines of the cell, and no frame of ours."""
+"""How a cell shows an exception of its ranks: the cause, with the lines of the cell, and no frame of mlaunch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mlaunch.base.misuse import is_misuse
 from mlaunch.caller.report import notebook
 
 
-def told_in_cell(error: BaseException) -> BaseException:
-    """Lets IPython show what ranks report, in place of the frames by which the magic was called.
+def shown_in_cell(error: BaseException) -> BaseException:
+    """Return an exception for which IPython shows the ranks' report in place of the frames of the magic.
 
-    IPython asks an exception for ``_render_traceback_``, where there is one.
+    IPython calls the ``_render_traceback_`` of an exception that has one.
     """
     lines = traceback_lines(error)
     if not lines:
@@ -25,7 +25,7 @@ def told_in_cell(error: BaseException) -> BaseException:
 
 
 def traceback_lines(error: BaseException) -> list[str]:
-    """Returns what is to be shown; nothing for what did not come from ranks."""
+    """Return the lines to show; none for an exception that did not come from ranks."""
     report = report_of(error)
     notes = [str(note) for note in getattr(error, "__notes__", [])]
     if report is None and isinstance(error, SyntaxError) and is_misuse(error):
@@ -39,9 +39,9 @@ def traceback_lines(error: BaseException) -> list[str]:
 
 
 def show_syntax_errors(shell: Any) -> Callable[[], None]:
-    """Lets IPython show a SyntaxError as other exceptions, by its ``_render_traceback_``; returns what takes that back.
+    """Have IPython use the ``_render_traceback_`` of a SyntaxError, too; return what undoes this.
 
-    Else it would be shown below the frames of the magic.
+    Otherwise it would be shown below the frames of the magic.
     """
     original = shell.showsyntaxerror
 
