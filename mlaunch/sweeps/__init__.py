@@ -1,1 +1,1 @@
-"""Many launches at a time: ``submit``, whose futures one thread of the caller drives, ``map`` and ``grid``."""
+"""Many launches at a time: ``submit``, ``map`` and ``grid``, whose futures one thread of the caller drives."""

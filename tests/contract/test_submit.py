@@ -114,7 +114,7 @@ def test_a_callback_that_waits_for_its_own_run_is_told_so(wait: Callable[[Run], 
     for one in (run, other):
         one.stop()
         assert one.result(120) == [None]
-    assert said[0] == "a callback waits for the run that has called it, which goes on only after that"
+    assert said[0] == "a callback waits for the run that has called it, which continues only after that"
 
 
 def stubborn(folder: Path) -> None:

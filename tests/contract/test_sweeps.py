@@ -267,7 +267,7 @@ def test_an_interrupt_ends_all(tmp_path: Path, waits: Callable[[Sweep], object],
     with pytest.raises(KeyboardInterrupt) as interrupted:
         waits(runs)
     sender.join()
-    there = f" in {file}: the same line of code, run again, goes on from there"
+    there = f" in {file}: the same line of code, run again, continues from there"
     assert getattr(interrupted.value, "__notes__", []) == [one + there for one in told]
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(interrupted.value.__traceback__)]
     assert len([file for file in files if file != __file__]) <= 1  # as of a call

@@ -148,7 +148,6 @@ INSIDE = {
     "mlaunch.insight.command": "test_the_flags_of_options",
     "mlaunch.insight.caller.stacks_of_ranks": "test_each_trial_has_machines_of_its_own",
     "mlaunch.sweeps.caller.run_future": "test_futures_of_launches",
-    "mlaunch.sweeps.caller.submit": "test_futures_of_launches",
     "mlaunch.sweeps.caller.methods": "test_a_map_and_a_grid",
     "mlaunch.sweeps.caller.sweep": "test_a_map_and_a_grid",
     "mlaunch.sweeps.caller.sweep_table": "test_a_map_and_a_grid",

@@ -146,19 +146,19 @@ HEAD = b'{"kind": "mlaunch sweep", "function": "tests.unit.test_trial_file.train
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"my notes", "it is no file of a sweep"),
-        (b"my\nnotes\n", "line 1 is none of a sweep's"),
+        (b"my notes", "it is not a file of a sweep"),
+        (b"my\nnotes\n", "line 1 is not of a sweep"),
         (
             b'{"kind": "mlaunch sweep", "function": "a.train", "source": ""}\n',
             "it is of a.train, not of tests",
         ),
         (
             HEAD + b'{"argu\n{}\n',
-            "line 2 is none of a sweep's",
+            "line 2 is not of a sweep",
         ),
         (
             HEAD + b'{"arguments": "1"}\n',
-            "line 2 is none of a",
+            "line 2 is not of a",
         ),
     ],
 )
@@ -174,7 +174,7 @@ def test_another_file_is_left_as_it_is(tmp_path: Path, text: bytes, message: str
         FileNotFoundError, match=r"cannot be opened for writing: No such file or directory; nothing was"
     ):
         TrialFile(tmp_path / "none" / "sweep", "train", train).look_up([])
-    with pytest.raises(ValueError, match="it is no file"):
+    with pytest.raises(ValueError, match="it is not a regular file"):
         TrialFile("/dev/null", "train", train).look_up([])
 
 

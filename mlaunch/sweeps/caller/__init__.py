@@ -1,3 +1,3 @@
-"""Calls that return before the ranks do, as their caller has them."""
+"""Calls that return before their ranks do, in the process that makes them."""
 
 from mlaunch.sweeps.caller.methods import ManyCalls as ManyCalls

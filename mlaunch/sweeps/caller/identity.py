@@ -1,6 +1,6 @@
-"""Forms by which a sweep's file knows a function and its arguments again: the same for the same ones, in any process.
+"""Forms of a function and its arguments by which a sweep's file finds them again, the same in any process.
 
-What has no such form is refused: values of another function would be taken for this one's, without a word.
+What has no such form is refused: values of another function would silently be taken for this one's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ALLOWED = "numbers, strings, paths, None, members of enumerations, dtypes, and 
 
 @dataclass(frozen=True)
 class Identity:
-    """What a function is known by. ``holds``: what it has beside its code, "" for nothing; ``source``: of all code."""
+    """What identifies a function. ``holds``: what it has beside its code, or ""; ``source``: a hash of the code."""
 
     function: str  # "train.evaluate", with its module
     holds: str
@@ -41,15 +41,15 @@ def canonical(arguments: Mapping[str, Any]) -> str:
 
 
 def identity_of(function: Callable[..., Any], name: str) -> Identity:
-    """Return what the function is known by. TypeError if it holds something by which nobody would know it again.
+    """Return what identifies a function. TypeError if it holds something that has no form.
 
-    Two partials of one function, two closures, two objects of a class with ``__call__``: what they hold is all in
-    which they differ.
+    Two partials of one function, two closures or two objects of a class with ``__call__`` differ only in what they
+    hold.
     """
     forms = _Forms(f"{name}(), which holds ", code=True)
     form = forms.of(function)
     held = json.dumps(form, sort_keys=True)
-    if form == {"code": forms.names[0]}:  # not so of a lambda, of which the name says nothing
+    if form == {"code": forms.names[0]}:  # not a lambda, whose name says nothing
         held = ""
     elif len(held) > _SHOWN:
         held = f"{held[:_SHOWN]}... {_hash(held)}"
@@ -59,12 +59,12 @@ def identity_of(function: Callable[..., Any], name: str) -> Identity:
 class _Forms:
     """Makes the forms of one thing and of what it holds.
 
-    ``whose``: what an error calls it; ``code``: functions, classes and objects have a form, too.
+    ``whose``: its name in errors; ``code``: functions, classes and objects have a form, too.
     """
 
     def __init__(self, whose: str, *, code: bool = False) -> None:
         self._whose, self._code = whose, code
-        self._met: dict[int, tuple[int, object]] = {}  # by ID, with what keeps that from being another's
+        self._met: dict[int, tuple[int, object]] = {}  # by ID, with the object, so that no other gets the ID
         self.names: list[str] = []  # of functions and classes, as they are met
         self.sources: list[str] = []
 
@@ -105,7 +105,7 @@ class _Forms:
         return parts if isinstance(value, list) else {"tuple": parts}
 
     def _of_object(self, value: Any) -> dict[str, Any]:
-        """Return the form of an instance, by what pickle would keep of it."""
+        """Return the form of an instance: what pickle would keep of it."""
         kind = type(value)
         if any(getattr(kind, name) is not getattr(object, name) for name in ("__reduce__", "__reduce_ex__")):
             raise self._no_form(value)
@@ -128,7 +128,7 @@ class _Forms:
         return forms
 
     def _code_of(self, found: Any) -> str:
-        """Note name and source; return the name, for a lambda with its source, which is all that it is known by."""
+        """Note name and source; return the name, for a lambda with its source, which alone identifies it."""
         source = _source(found)
         self.names.append(_name_of(found))
         self.sources.append(source)
@@ -138,11 +138,11 @@ class _Forms:
         kind = type(value).__qualname__
         a = "an" if kind[0] in "AEIOUaeiou" else "a"
         return misuse(TypeError(f"resume= with {self._whose}, {a} {kind}, which has no form by which a later sweep "
-                                f"would know it; allowed: {_ALLOWED}"))  # fmt: skip
+                                f"could find it again; allowed: {_ALLOWED}"))  # fmt: skip
 
 
 def says_all_of_itself(value: object) -> bool:
-    """True for numbers of any kind, dtypes and devices, whose ``str`` says all that is to be known."""
+    """True for numbers of any kind, dtypes and devices, which their ``str`` describes fully."""
     if isinstance(value, numbers.Number) and type(value).__module__ in _NUMBERS:
         return True
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")  # else there is no such value
@@ -151,7 +151,7 @@ def says_all_of_itself(value: object) -> bool:
 
 
 def _held_by(function: types.FunctionType, *, whole: bool) -> dict[str, Any]:
-    """Return what a function holds by name: its closure; ``whole``: defaults, too, which else are arguments."""
+    """Return what a function holds, by name: its closure; with ``whole`` also defaults, which else are arguments."""
     held: dict[str, Any] = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -171,12 +171,12 @@ def _is_code(value: object) -> bool:
 
 
 def _is_only_a_wrapper(value: Any) -> bool:
-    """True for decorated functions (``launcher``) and caches, which change nothing of what is returned."""
+    """True for decorated functions (``launcher``) and caches, which do not change what is returned."""
     return hasattr(value, "__wrapped__") and type(value).__module__.partition(".")[0] in {"mlaunch", "functools"}
 
 
 def _name_of(found: Any) -> str:
-    """Return the name with its module; that of a script is the same, whether it is run or imported."""
+    """Return the name with its module; a script's is the same whether it is run or imported."""
     module = found.__module__
     if module == "__main__":
         main = sys.modules["__main__"]
@@ -186,14 +186,14 @@ def _name_of(found: Any) -> str:
 
 
 def _source(found: Any) -> str:
-    """Return a hash of the code, "" of what is not in Python."""
+    """Return a hash of the code; "" if it is not in Python."""
     code = getattr(found, "__code__", None)
     compiled = "" if code is None else _compiled(code)
     try:
         text = inspect.getsource(found if code is None else code)  # its own, not that of what it wraps
-    except (OSError, TypeError):  # of a prompt, or not in Python
+    except (OSError, TypeError):  # from a prompt, or not in Python
         return _hash(compiled) if compiled else ""
-    # One line may have many lambdas.
+    # One line may contain many lambdas.
     return _hash(text + compiled if found.__name__ == "<lambda>" else text)
 
 

@@ -1,7 +1,7 @@
-"""A submitted call on ranks that stay (``keep=``), those on the devices that it has leased.
+"""A submitted call on ranks that stay (``keep=``), on the devices that it has leased.
 
-To start ranks, and to end others that are in their way, may take seconds: a thread of the call's own does that, so the
-one that drives all launches waits for nobody.
+Starting ranks, and ending others that hold the devices, may take seconds: the call has a thread for that, so that the
+thread that drives all launches never blocks.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 class KeptTrial(RanksFuture):
-    """``notify`` is called when there is something to do: ``over``, or a call that can be ended."""
+    """The future of the call. ``notify`` is called when it has begun or is over."""
 
     def __init__(self, options: Options, call: Call, surroundings: Context | None, notify: Callable[[], None]) -> None:
         super().__init__()
         self._call: KeptCall | None = None
         self._asked_to_end = self._asked_to_stop = self._has_begun = False
-        self._before: tuple[Board | None, list[int]] = None, []  # what had been reported there
+        self._before: tuple[Board | None, list[int]] = None, []  # how much the ranks had reported before
         self._notify = notify
         self.add_done_callback(lambda _: notify())
         threading.Thread(target=self._begin, args=(options, call, surroundings), daemon=True).start()
@@ -51,18 +51,18 @@ class KeptTrial(RanksFuture):
 
     def set_running_or_notify_cancel(self) -> bool:
         handle = self._session.handle
-        board = handle.history.board  # of the ranks, which have made other calls
+        board = handle.history.board  # of the ranks, which have had other calls
         ranks = range(handle.idle_spec.local_world_size if board is not None else 0)
         self._before = board, [board.ring(rank).count() for rank in ranks]  # type: ignore[union-attr]
         self._has_begun = True
         return super().set_running_or_notify_cancel()
 
     def seen_as(self) -> tuple[str, int] | None:
-        """Returns by which ID, and first rank, those find the ranks who look at them; None: there is no call yet."""
+        """Return the ID and first rank under which ``mlaunch ps`` finds the ranks; None: there is no call yet."""
         return None if self._call is None else found_as(self._session.handle)
 
     def attach(self, reports: ReportLog) -> None:
-        """Reads its reports where its ranks leave them, as soon as there is a call."""
+        """Have a log read what the ranks report, once there is a call."""
         if self._has_begun:
             handle, (board, before) = self._session.handle, self._before
             now = handle.history.board
@@ -70,23 +70,23 @@ class KeptTrial(RanksFuture):
 
     @property
     def _session(self) -> RanksLaunch:
-        """Of the call that there is."""
+        """The ranks of the call, which has begun."""
         return cast("RanksLaunch", cast("KeptCall", self._call).session)
 
     def end(self) -> None:
-        """Ends the call, once there is one; its ranks stay if they are in step."""
+        """End the call, once there is one; its ranks stay if they are in step."""
         if self._call is not None and not self._asked_to_end:
             self._asked_to_end = True
             self._call.session.interrupt(self._call, CancelledError(), again=False)
 
     def ask_to_stop(self, reason: str) -> None:
-        """Asks the ranks to stop at a step that they agree on, once there is a call."""
+        """Ask the ranks to stop at a step that they agree on, once there is a call."""
         if self._call is not None and not self._asked_to_stop:
             self._asked_to_stop = True
             room("agreed_stop", "caller", "stop()").ask_to_stop(self._call, reason)
 
     def ended(self) -> Ended:
-        """Says how it has ended. What it could not begin for is raised."""
+        """Return how it has ended. Raise if it could not begin."""
         if self.cancelled():
             raise CancelledError
         error = self.exception()

@@ -1,21 +1,30 @@
-"""What a decorated function does besides blocking calls: launches that go on by themselves, and many of them."""
+"""``submit``, ``map`` and ``grid`` of a decorated function: check the calls here, and begin them."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+from mlaunch.base.misuse import misuse
+from mlaunch.caller import arguments, nesting
 from mlaunch.caller.call_log import CallLog
-from mlaunch.caller.options.launch_options import Options
+from mlaunch.caller.options.launch_options import Options, about
+from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.report.user_frames import hide_ours
+from mlaunch.features import FEATURES
 from mlaunch.protocol.calls import Call
 from mlaunch.sweeps.caller import trial_arguments
-from mlaunch.sweeps.caller.run_future import Run
-from mlaunch.sweeps.caller.submit import options_of_trials, submit
+from mlaunch.sweeps.caller.launch_loop import loop
+from mlaunch.sweeps.caller.run_future import Run, RunCourse
+from mlaunch.sweeps.caller.submitted_call import drive, surroundings_of
 from mlaunch.sweeps.caller.sweep import Sweep, SweepPlan
 from mlaunch.sweeps.caller.trial_file import TrialFile
+
+# Options that only blocking calls have, with their defaults.
+_BLOCKING_ONLY = {"max_preemptions": 0, "ranks": None, "start_method": "forkserver"}
 
 
 @dataclass(frozen=True)
@@ -27,7 +36,7 @@ class ManyCalls:
         bound: The instance of a method, else empty.
         options: The launcher's.
         name: The function's, for people.
-        log: What the launcher knows of its calls.
+        log: The launcher's record of its calls.
     """
 
     function: Callable[..., Any]
@@ -41,7 +50,7 @@ class ManyCalls:
         __tracebackhide__ = True
         self.log.begin()
         try:
-            run = submit(
+            run = _submit(
                 self.options, Call(self.function, (*self.bound, *args), kwargs), self.name, self.log.reports.append
             )
         except BaseException:
@@ -54,7 +63,7 @@ class ManyCalls:
         """Begin a call for each value, or for each tuple of values of several iterables."""
         __tracebackhide__ = True
         if not iterables:
-            raise TypeError(f"{self.name}.map() of nothing; allowed: an iterable of values for each argument")
+            raise TypeError(f"{self.name}.map() without values; allowed: an iterable of values for each argument")
         if lacking := [values for values in iterables if not isinstance(values, Iterable)]:
             raise TypeError(
                 f"{self.name}.map({lacking[0]!r}): allowed: an iterable of values for each argument, [{lacking[0]!r}]"
@@ -67,7 +76,7 @@ class ManyCalls:
             raise
 
     def grid(self, method: Callable[..., Any], values: dict[str, Iterable[Any]], **settings: Any) -> Sweep:
-        """Begin a call for each combination of values. ``method``: the user's, whose parameters are no arguments."""
+        """Begin a call for each combination of values. ``method``: the launcher's, with its options."""
         __tracebackhide__ = True
         try:
             trial_arguments.check_names(self.function, method)
@@ -86,8 +95,79 @@ class ManyCalls:
         return_exceptions: bool,
         resume: str | os.PathLike[str] | None,
     ) -> SweepPlan:
-        options = options_of_trials(self.options, self.name, method, devices, retries)
+        options = _options_of_trials(self.options, self.name, method, devices, retries)
         file = None if resume is None else TrialFile(resume, self.name, self.function)
         return SweepPlan(
             self.function, self.bound, options, self.name, self.log.reports.append, return_exceptions, file
         )
+
+
+def _submit(options: Options, call: Call, name: str, keep_report: Callable[[LaunchReport], None]) -> Run:
+    """Begin a call; return its future. Misuse is raised here, before anything starts.
+
+    Raises:
+        RuntimeError: This process is a rank already.
+        TypeError: The function does not take these arguments.
+        ValueError: An option that only blocking calls have.
+    """
+    _check(options, name, "submit")
+    function = cast("Callable[..., Any]", call.function)
+    arguments.check(function, call.args, call.kwargs)
+    arguments.check_values(function, call.args, call.kwargs)
+    given = trial_arguments.given_in_words(trial_arguments.given_names(function, 0, call.args, call.kwargs))
+    starts = options.engine is None and not _waits(options)
+    course = RunCourse(loop, dataclasses.replace(surroundings_of(options), given=given), starting=starts)
+    run = Run(f"{name}()", trial_arguments.named(function, call.args, call.kwargs), course)
+    drive(run, course, options, call, keep_report)
+    return run
+
+
+def _check(options: Options, name: str, method: str) -> None:
+    """Raise for options that a launch in the background cannot have; see ``_submit``. ``method``: the launcher's."""
+    nesting.refuse_in_bootstrap(name)
+    if nesting.place_to_join(options, name) is not None:
+        raise misuse(
+            RuntimeError(
+                f"{name}.{method}() in {nesting.rank_of_process()}, which would join the other ranks and run the "
+                f"function itself; allowed: a blocking call, or join=False"
+            )
+        )
+    if options.inline:
+        raise misuse(ValueError(f"inline=True with {method}(): allowed: a blocking call, which runs the function here"))
+    if options.debug:
+        raise misuse(ValueError(f"debug={options.debug!r} with {method}(): allowed: a blocking call"))
+    for option, usual in {**_BLOCKING_ONLY, **{one.options[0]: None for one in FEATURES if one.one_call}}.items():
+        if getattr(options, option) != usual:
+            raise misuse(ValueError(f"{option}={getattr(options, option)!r} with {method}(): allowed: {usual!r}, or a "
+                                    f"blocking call in a thread"))  # fmt: skip
+    if options.engine is not None:
+        held: Any = options.engine
+        if not hasattr(held, "attempt"):
+            raise misuse(ValueError(
+                f"engine={options.engine!r} with {method}(): mlaunch does not know how many launches share its "
+                f"machines; allowed: machines that it holds: `with engine.hold(...) as held:`, and engine=held"
+            ))  # fmt: skip
+        held.check_trial(options.machines)
+
+
+def _waits(options: Options) -> bool:
+    """True if the call may wait for devices before it starts."""
+    return any(feature.waits for feature in options.features)
+
+
+def _options_of_trials(
+    options: Options, name: str, method: str, devices: Sequence[int] | None, retries: int | None
+) -> Options:
+    """Return the options of each trial. ValueError or TypeError for wrong ones."""
+    changes: dict[str, Any] = {} if devices is None else {"devices": devices}
+    if retries is not None:
+        changes["max_restarts"] = retries
+    _check(options, name, method)
+    try:
+        if retries is not None:
+            about("max_restarts").allowed.check("retries", retries)
+        changed = options.replaced(changes)
+        of_its_own = _waits(changed) or options.engine is not None  # an engine gives each launch its machines
+        return changed if of_its_own else changed.replaced({"lease": True})
+    except (TypeError, ValueError) as error:
+        raise misuse(error) from None

@@ -1,4 +1,4 @@
-"""What ranks of a submitted launch have reported (``mlaunch.report``), as their caller reads it."""
+"""What the ranks of a submitted launch have reported (``mlaunch.report``), in the caller."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mlaunch.base.log import log
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.spec import LaunchSpec
 
-_PERIOD = 0.1  # seconds between looks, where somebody is to be told
+_PERIOD = 0.1  # seconds between two reads, if there are callbacks
 _KEPT = 10_000  # reports
 
 
@@ -33,7 +33,7 @@ class Reported:
 
 
 def in_words(reported: Reported | None) -> str:
-    """Say what was reported: "step 3, loss 0.25"; "" of nothing."""
+    """Return a report in words: "step 3, loss 0.25"; "" for none."""
     if reported is None:
         return ""
     values = [f"{name} {f'{one:.6g}' if isinstance(one, float) else one}" for name, one in reported.values.items()]
@@ -43,7 +43,7 @@ def in_words(reported: Reported | None) -> str:
 class _Columns:
     """Reports of a run that is over, in a tenth of the memory: a sweep keeps those of all its runs.
 
-    Reports with the same names are rows of one table; ``kinds`` says of each in which it is.
+    Reports with the same names are rows of one table; ``kinds`` has each report's table.
     """
 
     def __init__(self, reports: Sequence[Reported]) -> None:
@@ -57,7 +57,7 @@ class _Columns:
         self._tables = [
             (names, [_column([row.values[name] for row in rows]) for name in names]) for names, rows in tables.items()
         ]
-        self.last = reports[-1] if reports else None  # which a sweep's table asks for again and again
+        self.last = reports[-1] if reports else None  # a sweep's table needs it often
 
     def read(self) -> list[Reported]:
         rows = [zip(*columns, strict=True) for _, columns in self._tables]
@@ -68,7 +68,7 @@ class _Columns:
 
 
 def _column(values: Sequence[Any]) -> Sequence[Any]:
-    """Returns the same values, in as few bytes as they take where they are all numbers of one kind."""
+    """Return the same values; in few bytes if they are all numbers of one kind."""
     types = {type(value) for value in values}
     for code in "d" if types <= {float} else "BHq" if types <= {int} else "":
         with contextlib.suppress(OverflowError):
@@ -81,67 +81,67 @@ class ReportLog:
 
     def __init__(self) -> None:
         self._lock = renewed(threading.RLock())
-        # As ranks wrote them, with the rank: most are never read.
+        # With the rank, and not parsed: most are never read.
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=_KEPT)
-        self._over: _Columns | None = None  # in its place, once nothing more comes
-        self._untold: list[Reported] = []
-        self._told: list[Callable[[Reported], object]] = []
+        self._over: _Columns | None = None  # in place of it, once nothing more comes
+        self._not_passed_on: list[Reported] = []
+        self._callbacks: list[Callable[[Reported], object]] = []
         self._board: Board | None = None
         self._first_rank = 0
         self._seen: list[int] = []  # how many of each rank
 
     def attach(self, board: Board | None, spec: LaunchSpec, before: Sequence[int] = ()) -> None:
-        """Reads from there from now on. ``before``: how much each rank has reported that is not this launch's."""
+        """Read from a board from now on. ``before``: how much each rank had reported there before this launch."""
         with self._lock:
             if board is not self._board:
                 self._board, self._first_rank = board, spec.rank_start
                 self._seen = [*before] or [0] * spec.local_world_size
 
     def detach(self) -> None:
-        """Reads what is left, and no more: the memory goes."""
+        """Read what is left, and no more: the memory is about to go."""
         with self._lock:
-            self._look()
+            self._read_board()
             self._board = None
 
     def finish(self) -> None:
-        """Drops callbacks: nothing more comes."""
+        """Drop callbacks and pack the reports: nothing more comes."""
         with self._lock:
-            self._told, self._untold, self._seen = [], [], []
+            self._callbacks, self._not_passed_on, self._seen = [], [], []
             self._over = self._over or _Columns(list(self._parsed()))
             self._kept.clear()
 
     def tell(self, callback: Callable[[Reported], object]) -> None:
-        """Calls back for each report to come."""
+        """Call back for each later report."""
         with self._lock:
-            self._look()
-            self._told.append(callback)
+            self._read_board()
+            self._callbacks.append(callback)
 
     def period(self, timeout: float | None) -> float | None:
-        """Returns the seconds until the next look; ``timeout``: until something else is due. None: nothing is."""
-        if not self._told:
+        """Return the seconds until the next read; ``timeout``: until something else is due. None: never."""
+        if not self._callbacks:
             return timeout
         return _PERIOD if timeout is None else min(timeout, _PERIOD)
 
     def pass_on(self) -> None:
-        """Looks, and tells. What a callback raises is logged."""
+        """Read, and call back. What a callback raises is logged."""
         with self._lock:
-            self._look()
-            found, self._untold = self._untold, []
-            callbacks = list(self._told)
+            self._read_board()
+            found, self._not_passed_on = self._not_passed_on, []
+            callbacks = list(self._callbacks)
         for callback in callbacks:
             for report in found:
                 _call(callback, report)
 
     def read(self) -> list[Reported]:
-        """Returns what there is, in the order of its coming."""
+        """Return all reports, in the order in which they came."""
         with self._lock:
-            self._look()
+            self._read_board()
             return self._over.read() if self._over is not None else list(self._parsed())
 
     def latest(self) -> Reported | None:
-        """Returns the one that came last."""
+        """Return the latest report."""
         with self._lock:
-            self._look()
+            self._read_board()
             if self._over is not None:
                 return self._over.last
             return next((report for rank, data in reversed(self._kept) for report in _parsed(rank, [data])), None)
@@ -149,7 +149,7 @@ class ReportLog:
     def _parsed(self) -> Iterator[Reported]:
         return (report for rank, data in self._kept for report in _parsed(rank, [data]))
 
-    def _look(self) -> None:
+    def _read_board(self) -> None:
         for local_rank, seen in enumerate(self._seen if self._board is not None else ()):
             try:
                 found, self._seen[local_rank] = self._board.ring(local_rank).read(seen)  # type: ignore[union-attr]
@@ -157,13 +157,13 @@ class ReportLog:
                 return
             rank = self._first_rank + local_rank
             self._kept += ((rank, data) for data in found)
-            if self._told:
-                self._untold += _parsed(rank, found)
+            if self._callbacks:
+                self._not_passed_on += _parsed(rank, found)
 
 
 def _parsed(rank: int, found: Iterable[bytes]) -> Iterator[Reported]:
     for data in found:
-        with contextlib.suppress(ValueError, TypeError):  # user code can write there, too
+        with contextlib.suppress(ValueError, TypeError):  # user code can write to the board, too
             step, values = json.loads(data)
             yield Reported(rank, step, dict(values))
 
@@ -171,5 +171,5 @@ def _parsed(rank: int, found: Iterable[bytes]) -> Iterator[Reported]:
 def _call(callback: Callable[[Reported], object], report: Reported) -> None:
     try:
         callback(report)
-    except BaseException:  # sys.exit, too: the run goes on, and its caller
+    except BaseException:  # also sys.exit: the run and its caller continue
         log.exception("a callback of a report raised")

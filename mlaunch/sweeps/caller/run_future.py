@@ -1,4 +1,4 @@
-"""``train.submit(...)``: the future of a launch."""
+"""The future that ``train.submit(...)`` returns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mlaunch.base.log import log
 from mlaunch.base.misuse import hides_our_frames
@@ -24,6 +24,7 @@ from mlaunch.caller.report.user_frames import raises_from_caller, without_ours
 from mlaunch.core import load
 from mlaunch.protocol import registry
 from mlaunch.protocol.spec import Context
+from mlaunch.sweeps.caller.launch_loop import LaunchLoop
 from mlaunch.sweeps.caller.report_log import Reported, ReportLog
 
 if TYPE_CHECKING:
@@ -31,14 +32,15 @@ if TYPE_CHECKING:
 
 
 class Run(Future[list[Any]]):
-    """A launch that was submitted; its result is the list of its ranks' values, in their order.
+    """A launch that was submitted; its result is the list of its ranks' values, in the order of ranks.
 
-    A ``concurrent.futures.Future``: ``wait`` and ``as_completed`` of that module, ``asyncio.wrap_future`` and callbacks
-    (in the thread that drives the launches) take it. It goes on if nobody keeps it, and ends with this process.
+    A ``concurrent.futures.Future``: it works with ``wait`` and ``as_completed`` of that module,
+    ``asyncio.wrap_future`` and callbacks (in the thread that drives the launches). It continues if nobody keeps the
+    future, and ends with this process.
 
     Attributes:
         name: The function's, "train()".
-        arguments: What the function was given, by name.
+        arguments: The function's arguments, by name.
         report: The LaunchReport; None before it is over.
         log_dir: Its directory in ``log_dir=``; None before it has begun.
         state: "waiting" (for devices, for those before it), "starting", "running", "returned", "failed" or "cancelled".
@@ -46,9 +48,9 @@ class Run(Future[list[Any]]):
 
     def __init__(self, name: str, arguments: Mapping[str, Any], course: RunCourse) -> None:
         super().__init__()
-        # With the usual one, Ctrl-C in result() may leave it locked, and the thread that tells the values hangs.
+        # Ctrl-C in result() may leave the usual one locked, and the thread that sets the result would hang.
         self._condition = interrupts.Condition()  # type: ignore[assignment]
-        self._waiters = _Waiters(course)  # type: ignore[assignment]  # which nobody may see
+        self._waiters = _Waiters(course)  # type: ignore[assignment]  # Future's own
         self.name, self.arguments = name, dict(arguments)
         self._course = course
 
@@ -63,26 +65,26 @@ class Run(Future[list[Any]]):
 
     @property
     def state(self) -> str:
-        """Says where it is: "waiting", "starting", "running", "returned", "failed" or "cancelled"."""
+        """Return "waiting", "starting", "running", "returned", "failed" or "cancelled"."""
         if not self.done():
             return "running" if self.running() else "starting" if self._course.starting else "waiting"
         return "cancelled" if self.cancelled() else "returned" if self.exception() is None else "failed"
 
     @property
     def reports(self) -> list[Reported]:
-        """What the ranks have reported until now (``mlaunch.report``).
+        """What the ranks have reported until now (``mlaunch.report``), 10,000 reports at most.
 
-        10,000 at most. Of what a rank has reported since the last look at it, the latest 256.
+        If a rank reports more than 256 times between two reads, the latest 256 of these.
         """
         return self._course.reports.read()
 
     @property
     def latest(self) -> Reported | None:
-        """What was reported last, by whichever rank."""
+        """The latest report of any rank."""
         return self._course.reports.latest()
 
     def on_report(self, callback: Callable[[Reported], object]) -> None:
-        """Calls back for each report to come, within a tenth of a second, in the thread that drives launches.
+        """Call back for each later report, within a tenth of a second, in the thread that drives launches.
 
         To prune: ``run.on_report(lambda report: report["loss"] > 10 and run.stop())``.
         """
@@ -105,18 +107,18 @@ class Run(Future[list[Any]]):
         return super().exception(timeout)
 
     def running(self) -> bool:
-        """Tells whether ranks were started for it and it is not over."""
+        """True if ranks were started for it and it is not over."""
         return self._course.runs and not self.done()
 
     @raises_from_caller
     def cancel(self) -> bool:
-        """Ends the run, and returns when its processes are gone; a run that waits starts none. Can be interrupted.
+        """End the run, and return when its processes are gone; a run that waits starts none. Can be interrupted.
 
         In a callback, and in a thread that runs an event loop of asyncio (not a notebook's cell), it does not wait.
 
         Returns:
-            Whether it ended by that: not if it was over, or all ranks had returned, or one had failed. Where it does
-            not wait, whether it is asked to.
+            True if this ended it; False if it was over, all ranks had returned, or one had failed. Where it does not
+            wait: True if the run is asked to end.
         """
         if not self.done():
             self._course.check_process()
@@ -132,7 +134,7 @@ class Run(Future[list[Any]]):
         return self.cancelled()
 
     def stacks(self) -> StacksOfRanks:
-        """Returns the Python stacks of its ranks as they are now, by rank; none of one that has not begun or is over.
+        """Return the present Python stacks of its ranks, by rank; none if it has not begun or is over.
 
         The ranks continue meanwhile. Printed, they are as ``mlaunch stacks`` shows them.
         """
@@ -142,19 +144,20 @@ class Run(Future[list[Any]]):
         return stacks
 
     def why(self) -> str:
-        """Says which rank the others wait for, and what it does instead; "" if no ranks run."""
+        """Return which rank the others wait for, and what it does instead; "" if no ranks run."""
         room, found = load.room("insight", "caller", "run.why()"), self._course.seen_as()
         said: str = "" if found is None or self.done() else room.why_launch(found[0])
         return said
 
     def stop(self, reason: str = "asked") -> bool:
-        """Asks the ranks to stop at a step that they agree on, where ``mlaunch.stopping`` returns the reason.
+        """Ask the ranks to stop at a step that they agree on, where ``mlaunch.stopping`` returns the reason.
 
-        Does not wait. The values become the result, as ever; ranks that do not look are ended after ``stop_grace``. A
-        run that has not begun hears of it at its first look, and is not started again.
+        Does not wait. The values become the result, as usual; ranks that do not call ``stopping`` are ended after
+        ``stop_grace``. A run that has not begun gets the reason at its first call of ``stopping``, and is not
+        restarted.
 
         Returns:
-            Whether it is not over.
+            True if it is not over.
         """
         if not self.done():
             self._course.check_process()
@@ -168,7 +171,7 @@ class Run(Future[list[Any]]):
         return f"<Run of {self.name.removesuffix('()')}({given}): {state}>"
 
     def _end(self, how: Ended | BaseException) -> None:
-        """Tells how it ended, or why it did not begin. It was pending before: ``Future`` cancels nothing that runs."""
+        """Set how it ended, or why it did not begin. It was pending until now: ``Future`` cancels nothing that runs."""
         error = how.error if isinstance(how, Ended) else how
         if isinstance(how, Ended):
             self._course.make_report = how.report
@@ -183,7 +186,7 @@ class Run(Future[list[Any]]):
             self._done_callbacks: list[Callable[[Future[list[Any]]], object]] = []  # which Future would keep
 
     def _invoke_callbacks(self) -> None:
-        """Call what waits for the end. A ``sys.exit`` in one keeps the others, asyncio's among them, from nothing."""
+        """Call the callbacks. The others, asyncio's among them, are called even after a ``sys.exit`` in one."""
         for callback in self._done_callbacks:
             try:
                 callback(self)
@@ -192,7 +195,7 @@ class Run(Future[list[Any]]):
 
 
 class _Waiters(list[object]):
-    """Who waits for a run by ``concurrent.futures.wait`` or ``as_completed``, which put themselves in first."""
+    """Future's list of those who wait for it: ``concurrent.futures.wait`` and ``as_completed`` append to it first."""
 
     def __init__(self, course: RunCourse) -> None:
         super().__init__()
@@ -207,41 +210,33 @@ def _nowhere() -> None: ...
 
 
 def found_as(handle: LaunchHandle) -> tuple[str, int]:
-    """Returns by which ID, and first rank, a launch is found by those who look at it."""
+    """Return the ID and the first rank under which a launch is found by ``mlaunch ps`` and the like."""
     spec = handle.outcome.spec
     return handle.seen_as or spec.launch_id, spec.rank_start
-
-
-class Drives(Protocol):
-    """What drives runs; see ``sweeps/caller/launch_loop.py``."""
-
-    def notify(self) -> None: ...
-    def is_here(self) -> bool: ...
-    def hand_over(self) -> None: ...
 
 
 @dataclass(eq=False)
 class RunCourse:
     """What is known of a run while it is driven."""
 
-    loop: Drives
-    surroundings: Context | None = None  # of the call; None: those of the moment at which it begins
+    loop: LaunchLoop
+    surroundings: Context | None = None  # of the call; None: those at its beginning
     cancelling: bool = False  # somebody wants it to end
     cancelled: bool = False  # it ended by that
-    stop_reason: str = ""  # why its ranks are to stop; "": they are not
+    stop_reason: str = ""  # why its ranks are to stop; "": nobody has asked
     starting: bool = False  # it has what it waits for: the fork server imports torch, or forks the agent
     runs: bool = False  # on ranks of its own, or that stay
-    seen_as: Callable[[], tuple[str, int] | None] = _nowhere  # by which ID, and first rank, those find it who look
+    seen_as: Callable[[], tuple[str, int] | None] = _nowhere  # its ID and first rank for ``mlaunch ps``
     log_dir: str | None = None
     make_report: Callable[[], LaunchReport] | None = None
     reports: ReportLog = field(default_factory=ReportLog)
     over: threading.Event = field(default_factory=threading.Event)
-    has_followers: Callable[[], bool] = lambda: False  # tells whether others will wait for what it has
+    has_followers: Callable[[], bool] = lambda: False  # True if others will wait for its devices
     begins: Callable[[], None] = lambda: None  # called when it has what it waits for, before its ranks are started
-    place: Callable[[], LivePlace | None] = lambda: None  # for lines that change; None: of its own
-    trial: str = ""  # what tells its output from that of the other trials of its sweep; "": it is none
+    place: Callable[[], LivePlace | None] = lambda: None  # for lines that change; None: it has its own
+    trial: str = ""  # the label of its output among the trials of a sweep; "": it is not in one
     pid: int = field(default_factory=os.getpid)  # of the process that has submitted it
-    row: deque[RunCourse] | None = None  # of those who want the same devices, of which it is one
+    row: deque[RunCourse] | None = None  # the runs that want the same devices, this one among them
     handle: LaunchHandle | None = None  # of its ranks, while they are driven
     asked: set[str] = field(default_factory=set)  # of these ranks: to "stop", to "end"
     _telling: int | None = None  # the thread that calls back for its reports
@@ -250,22 +245,22 @@ class RunCourse:
         self.loop.notify()
 
     def check_process(self) -> None:
-        """Raise RuntimeError in a fork of the process that has submitted it, which hears no more of it."""
+        """Raise RuntimeError in a fork of the process that has submitted it: the fork gets no more of it."""
         if self.pid != os.getpid():
             raise RuntimeError(f"this run was submitted by process {self.pid}, of which this one is a fork: ask there")
 
     def in_callback(self) -> bool:
-        """True in a callback, for the end of which the thread that drives waits."""
+        """True in a callback, which the thread that drives runs."""
         return self.loop.is_here()
 
     def before_wait(self) -> None:
-        """Let another thread drive if it is a callback that is about to wait, in the thread that drives.
+        """Let another thread drive if a callback is about to wait in the thread that drives.
 
-        RuntimeError: it waits for the run that calls it back, which goes on only after that.
+        RuntimeError: it waits for the run that has called it, which continues only after that.
         """
         self.check_process()
         if self._telling == threading.get_ident():
-            raise RuntimeError("a callback waits for the run that has called it, which goes on only after that")
+            raise RuntimeError("a callback waits for the run that has called it, which continues only after that")
         self.loop.hand_over()
 
     def pass_reports_on(self) -> None:
@@ -277,22 +272,22 @@ class RunCourse:
             self._telling = None
 
     def environ(self, options: Options) -> dict[str, str]:
-        """Return the environment that it was asked for in."""
+        """Return the environment of the moment at which it was submitted."""
         around = os.environ if self.surroundings is None else self.surroundings.environ
         return {**around, **(options.env or {})}
 
     def leaves_ranks(self) -> None:
-        """Lets go of what its ranks were known by, which may be another run's next."""
+        """Forget the ranks, which may be another run's next."""
         self.runs, self.seen_as = False, _nowhere
         self.reports.detach()
 
     def ask_to_cancel(self) -> None:
-        """Begins what ``Run.cancel`` does, without waiting for it."""
+        """Begin what ``Run.cancel`` does; do not wait for it."""
         self.cancelling = True
         self.notify()
 
     def finish(self) -> None:
-        """Wakes who waits for its end, and drops what only a run needs that goes on: a run may be kept."""
+        """Wake those that wait for its end, and drop what it no longer needs: users may keep many runs."""
         self.begins = self.place = _nothing
         self.surroundings = None
         self.reports.finish()
@@ -303,9 +298,9 @@ def _nothing() -> None: ...
 
 
 def _without_locals(error: BaseException) -> BaseException:
-    """Returns the error without what the frames of its traceback hold: with it a run would keep its launch's handle."""
+    """Return the error with the locals of its frames cleared: they would keep the launch's handle alive."""
     found = [error]
-    for link in found:  # which may be each other's cause, and have a user's __eq__
+    for link in found:  # errors may be each other's cause, and have a user's __eq__
         traceback.clear_frames(link.__traceback__)
         for other in (link.__cause__, link.__context__):
             if other is not None and all(other is not known for known in found):

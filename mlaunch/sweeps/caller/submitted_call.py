@@ -1,7 +1,7 @@
-"""The course of a submitted call: the steps of ``caller/launch/call.py``, in a thread that drives many such calls.
+"""A submitted call: the steps of ``caller/launch/call.py``, in a thread that drives many such calls.
 
-``_followed`` sees what each step waits for: it takes its turn among calls that want the same devices, passes on what
-ranks report, and ends what was cancelled.
+``_followed`` sees what each step waits for: it waits for its turn among calls that want the same devices, passes
+reports of ranks on, and ends a call that was cancelled.
 """
 
 from __future__ import annotations
@@ -13,31 +13,57 @@ import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import CancelledError
+from typing import Any
 
 from mlaunch.base.fds import in_forks
 from mlaunch.base.log import log
 from mlaunch.caller.launch.call import CallWork, flush_streams, tried
 from mlaunch.caller.launch.handle import LaunchHandle
-from mlaunch.caller.launch.plan import Attempt
+from mlaunch.caller.launch.plan import Attempt, context_of
 from mlaunch.caller.launch.restarts import with_restarts
 from mlaunch.caller.launch.settle import Ended, Steps
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.live import LivePlace
 from mlaunch.caller.output.output_plan import OutputPlan, output_plan, place_of, with_directory
+from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.server.warm import warm_server
 from mlaunch.core.grants import Grant, Need
 from mlaunch.core.load import CallerParts, room
 from mlaunch.protocol.calls import Call
-from mlaunch.protocol.spec import LaunchSpec
+from mlaunch.protocol.spec import Context, LaunchSpec
+from mlaunch.sweeps.caller.launch_loop import loop
 from mlaunch.sweeps.caller.report_log import in_words
-from mlaunch.sweeps.caller.run_future import RunCourse, found_as
+from mlaunch.sweeps.caller.run_future import Run, RunCourse, found_as
 
 Attempts = Callable[[Options, Call, str, Attempt, RunCourse], Steps]
 
-# Who waits for which devices: the first of each row has a ticket in the queue of all processes. So a sweep has one
-# place in it at a time, and lets others in between, and a thousand trials need no thousand tickets.
+# The calls that wait for the same devices, by these: only the first of each row is in the queue of all processes. So
+# other processes get devices between the trials of a sweep, and a thousand trials do not need a thousand tickets.
 _rows: dict[tuple[str, ...], deque[RunCourse]] = {}
 in_forks(_rows.clear)
+
+
+def surroundings_of(options: Options) -> Context:
+    """Return what a call takes over from this process now: ranks start later, when it may have changed."""
+    return context_of({**os.environ, **(options.env or {})})
+
+
+def drive(
+    run: Run, course: RunCourse, options: Options, call: Call, keep_report: Callable[[LaunchReport], None]
+) -> None:
+    """Hand a run to the thread that drives all runs."""
+
+    def tell(how: Ended | BaseException) -> None:
+        if isinstance(how, Ended):
+            keep_report(how.report())
+        try:
+            run._end(how)
+        finally:
+            course.finish()
+
+    engine: Any = options.engine
+    attempt = attempt_here if engine is None else engine.attempt  # of machines that are held; see ``check``
+    loop.add(steps_of(options, call, run.name, course, attempt), tell)
 
 
 def steps_of(options: Options, call: Call, name: str, course: RunCourse, attempt: Attempts) -> Steps:
@@ -74,7 +100,7 @@ def attempt_here(options: Options, call: Call, name: str, number: Attempt, cours
 
 
 def _on_kept_ranks(options: Options, call: Call, name: str, number: Attempt, course: RunCourse) -> Steps:
-    from mlaunch.caller.ranks.keep import options_of_ranks  # not needed by most
+    from mlaunch.caller.ranks.keep import options_of_ranks  # late: few calls need it
 
     environ = course.environ(options)
     server, grant = warm_server.get(environ), Grant(options, environ)
@@ -100,6 +126,7 @@ def _granted(course: RunCourse, grant: Grant) -> Grant:
 
 
 def output_of(options: Options, spec: LaunchSpec, course: RunCourse) -> OutputPlan:
+    """Return where a trial's output goes: among the lines of its sweep, if that has a place."""
     place = course.place() or place_of(options, blocks=False)
     return output_plan(options if place else options.replaced({"progress": False}), spec, place, course.trial)
 
@@ -109,13 +136,14 @@ def _output(course: RunCourse, options: Options, spec: LaunchSpec, _place: LiveP
 
 
 def go_on(course: RunCourse) -> None:
+    """Raise CancelledError if the call is to end before it has ranks."""
     if course.cancelling:
         course.cancelled = True
         raise CancelledError
 
 
 def _followed(steps: Steps, course: RunCourse) -> Steps:
-    """Pass steps on. One that waits is given up as soon as the call is cancelled; ranks that run are asked to end."""
+    """Pass steps on. If the call is cancelled, give up a step that waits; ask ranks that run to end."""
     try:
         while True:
             try:
@@ -135,7 +163,7 @@ def _followed(steps: Steps, course: RunCourse) -> Steps:
 
 
 def _turn_of(course: RunCourse, wanted: tuple[str, ...]) -> Generator[Need, None, None]:
-    """Wait until it is first in the row of those who want the same."""
+    """Wait until the call is the first in the row of those that want the same devices."""
     row = course.row = _rows.setdefault(wanted, deque())
     row.append(course)
     course.starting = False
@@ -154,7 +182,7 @@ def _leave_row(course: RunCourse) -> None:
 
 @contextlib.contextmanager
 def follows(course: RunCourse, handle: LaunchHandle) -> Iterator[None]:
-    """Have what happens to a run reach its ranks, and their reports reach it, while this launch is driven."""
+    """Connect a run and its ranks while this launch is driven: requests to the ranks, reports from them."""
     course.handle, course.asked = handle, set()
     course.runs, course.seen_as = True, lambda: found_as(handle)
     handle.said_last = lambda: in_words(course.reports.latest())
@@ -168,7 +196,7 @@ def follows(course: RunCourse, handle: LaunchHandle) -> Iterator[None]:
 
 
 def _tend(course: RunCourse, timeout: float | None) -> float | None:
-    """Pass on what has come for the ranks and from them; return within how many seconds to look again."""
+    """Pass requests to the ranks and reports from them on; return the seconds until the next time."""
     handle = course.handle
     if handle is None:
         return timeout
@@ -178,7 +206,7 @@ def _tend(course: RunCourse, timeout: float | None) -> float | None:
         course.asked.add("stop")
         room("agreed_stop", "caller", "stop()").ask_to_stop(handle, course.stop_reason)
     if course.cancelling and "end" not in course.asked:
-        # Else it ended by itself before: cancel() says False.
+        # Otherwise it had ended by itself: cancel() returns False.
         if not handle.outcome.failed and not handle.answered:
             course.asked.add("end")
         handle.ask_to_end()
@@ -186,7 +214,8 @@ def _tend(course: RunCourse, timeout: float | None) -> float | None:
 
 
 def on_kept(options: Options, call: Call, course: RunCourse) -> Steps:
-    from mlaunch.sweeps.caller.kept_trial import KeptTrial  # not needed by most
+    """Run a call on ranks that stay."""
+    from mlaunch.sweeps.caller.kept_trial import KeptTrial  # late: few calls need it
 
     trial = KeptTrial(options, dataclasses.replace(call, seed=options.seed), course.surroundings, course.notify)
     course.runs, course.seen_as = True, trial.seen_as

@@ -1,7 +1,7 @@
 """``train.map`` and ``train.grid``: a launch for each value, or for each combination of values.
 
-The trials are futures from the beginning. Of those that have no devices yet, one is driven at a time: as soon as it has
-what it waits for, the next one gets in line.
+All trials are futures from the beginning. Only one at a time waits for devices: when it has them, the next one gets in
+line.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mlaunch.sweeps.caller import sweep_table, trial_arguments
 from mlaunch.sweeps.caller.identity import canonical
 from mlaunch.sweeps.caller.launch_loop import loop
 from mlaunch.sweeps.caller.run_future import Run
-from mlaunch.sweeps.caller.submit import surroundings_of
+from mlaunch.sweeps.caller.submitted_call import surroundings_of
 from mlaunch.sweeps.caller.trial import Trial, TrialPlan, arguments_of
 from mlaunch.sweeps.caller.trial_file import Done, TrialFile, keys_of
 
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
 
 class Sweep(Sequence[Run]):
-    """The runs of a sweep, in the order of their arguments. Its items are ``Run``; it goes on by itself.
+    """The runs of a sweep, a ``Run`` each, in the order of their arguments. It continues in the background.
 
-    Printed, a table of arguments and values; in a notebook as well. Ctrl-C in ``results``, ``as_completed`` or a run's
-    ``result`` ends all; what is done stays.
+    Printed, also in a notebook, it is a table of arguments and values. Ctrl-C in ``results``, ``as_completed`` or a
+    run's ``result`` ends all; what is done stays.
     """
 
     def __init__(self, plan: SweepPlan, calls: Sequence[Call]) -> None:
@@ -52,7 +52,7 @@ class Sweep(Sequence[Run]):
         self._waiting: deque[Trial] = deque()
         self._ended: list[Trial] = []  # in the order in which they did
         self._changed = interrupts.Condition()
-        self._failed: Trial | None = None  # the first that did
+        self._failed: Trial | None = None  # the first one
         self._lock = renewed(threading.Lock())
         self._pid = os.getpid()
         self._begun = time.monotonic()
@@ -72,11 +72,11 @@ class Sweep(Sequence[Run]):
         return len(self._trials)
 
     def as_completed(self, timeout: float | None = None) -> Iterator[Run]:
-        """Yields the runs as they end. ``timeout``: seconds for all of them.
+        """Yield the runs as they end. ``timeout``: seconds for all of them.
 
         Raises:
             Exception: The first failure, once all others have been ended; not with ``return_exceptions=True``.
-            TimeoutError: Not all have ended in time; they go on.
+            TimeoutError: Not all have ended in time; they continue.
         """
         __tracebackhide__ = True
         try:
@@ -88,7 +88,7 @@ class Sweep(Sequence[Run]):
 
     def _as_completed(self, timeout: float | None) -> Iterator[Run]:
         until, yielded = _moment(timeout), set[Trial]()
-        # Looked at anew each time: retry() puts others in the places of those that failed.
+        # Read again each time: retry() replaces those that failed.
         while not yielded.issuperset(self._trials):
             self._wait(lambda: not yielded.issuperset(self._ended), until)
             with self._changed:
@@ -102,9 +102,9 @@ class Sweep(Sequence[Run]):
 
     @raises_from_caller
     def results(self, timeout: float | None = None) -> list[Any]:
-        """Waits for all, and returns the list of values of each; raises as ``as_completed``.
+        """Wait for all, and return the list of values of each; raise as ``as_completed``.
 
-        With ``return_exceptions=True``, exceptions stand in the list, CancelledError for what somebody has cancelled.
+        With ``return_exceptions=True``, exceptions are in the list; CancelledError for a run that was cancelled.
         """
         until = _moment(timeout)
         self._wait(lambda: len(self._ended) == len(self._trials), until)
@@ -114,32 +114,34 @@ class Sweep(Sequence[Run]):
 
     @raises_from_caller
     def cancel(self) -> None:
-        """Ends all that run, starts none that wait, and returns when their processes are gone."""
+        """End all that run, start none that wait, and return when their processes are gone."""
         if not all(trial.done() for trial in self._trials):
             self._check_process()
-        # All are asked first, so that their grace periods pass at the same time.
+        # Ask all first: their grace periods then run at the same time.
         for trial in self._trials:
             trial.ask_to_cancel()
         for trial in self._trials:
             trial.cancel()
 
     def end(self) -> None:
-        """Do what ``cancel`` does, and wait wherever that is: what an interrupt of a wait ends, it waits for."""
+        """Do what ``cancel`` does, and wait even in an event loop's thread: after an interrupt of a wait."""
         for trial in self._trials:
             trial.ask_to_cancel()
         for trial in self._trials:
             trial.end()
 
     def retry(self) -> Sweep:
-        """Begins again what failed or was cancelled, with new runs in the places of the old; returns itself."""
+        """Run again what failed or was cancelled, with new runs in the places of the old ones; return the sweep."""
         self._check_process()
         with self._changed:
             over = [trial for trial in self._ended if trial.state != "returned"]
         surroundings = surroundings_of(self._plan.options)
-        again = {trial: trial.anew(surroundings) for trial in over}
-        done = self._look_up([*again.values()])  # which may raise, and then nothing has changed
+        again = {trial: trial.again(surroundings) for trial in over}
+        done = self._look_up([*again.values()])  # it may raise: nothing has changed yet
         with self._changed:
-            again = {trial: new for trial, new in again.items() if trial in self._ended}  # and of no other retry()
+            again = {
+                trial: new for trial, new in again.items() if trial in self._ended
+            }  # not if another retry() was faster
             self._trials = [again.get(trial, trial) for trial in self._trials]
             self._ended = [trial for trial in self._ended if trial not in again]
             if self._failed not in self._trials:
@@ -154,16 +156,16 @@ class Sweep(Sequence[Run]):
             )
 
     def rows(self) -> list[dict[str, Any]]:
-        """Returns a dict for each run: ``pandas.DataFrame(runs.rows())``.
+        """Return a dict for each run: ``pandas.DataFrame(runs.rows())``.
 
-        Its arguments, defaults included; ``state``, ``seconds``; ``step`` and each name of what it reported last; and
-        ``values``, of all ranks, with ``value``, rank 0's (a dict gives a column for each of its keys), or ``error``. A
-        name that is there before has "_" behind it.
+        Its keys: arguments, defaults included; ``state``, ``seconds``; ``step`` and each name of the latest report;
+        ``values``, of all ranks, with ``value``, rank 0's (a dict gives a column for each of its keys), or ``error``.
+        A key that an argument has already gets "_" appended.
         """
         return [sweep_table.row(trial) for trial in self._trials]
 
     def table(self) -> str:
-        """Returns the rows as a table, without the arguments that are the same in all."""
+        """Return the rows as a table, without the arguments that are the same in all."""
         return sweep_table.text(self._trials)
 
     def __reduce__(self) -> NoReturn:
@@ -176,11 +178,11 @@ class Sweep(Sequence[Run]):
         return sweep_table.html(self._trials, sweep_table.SHOWN)
 
     def begin(self) -> None:
-        """Begins all that is not done in the file. Errors as of ``TrialFile``."""
+        """Begin all that is not done in the file. Errors as of ``TrialFile``."""
         self._begin(self._trials, self._look_up(self._trials))
 
     def _look_up(self, some: Sequence[Trial]) -> dict[Trial, Done]:
-        """Return what is done of them in the file. Errors as of ``TrialFile``."""
+        """Return which of them are done in the file, with their values. Errors as of ``TrialFile``."""
         if self._plan.file is None or not some:
             return {}
         found = self._plan.file.look_up([trial.key for trial in some])
@@ -194,7 +196,7 @@ class Sweep(Sequence[Run]):
         self._begin_next()
 
     def _begin_next(self) -> None:
-        """Lets the next trial wait for its devices."""
+        """Have the next trial wait for its devices."""
         begun = False
         while not begun:
             with self._lock:
@@ -202,7 +204,7 @@ class Sweep(Sequence[Run]):
             begun = trial is None or trial.begin(self._begin_next)
 
     def ends(self, trial: Trial, how: Ended | BaseException) -> None:
-        """Takes note just before its run tells of it: the first failure ends all others, unless they go on."""
+        """Note that a trial has ended, before its future is done. The first failure may end all others."""
         error = how.error if isinstance(how, Ended) else how
         if isinstance(how, Ended) and error is None:
             self._keep(trial, how.values)
@@ -216,7 +218,7 @@ class Sweep(Sequence[Run]):
                 other.ask_to_cancel()
 
     def _keep(self, trial: Trial, values: list[Any]) -> None:
-        """Writes what is done into the file."""
+        """Write the values into the file."""
         try:
             if self._plan.file is not None:
                 self._plan.file.add(trial.key, values, trial.seconds)
@@ -224,7 +226,7 @@ class Sweep(Sequence[Run]):
             log.warning("%s is not in the file of its sweep, and would be run again: %s", trial.label, error)
 
     def _shared(self, place: LivePlace | None) -> SharedArea | None:
-        """Return a place for lines of all trials, which is where the process has one."""
+        """Return a place for lines of all trials, if this process has one."""
         if place is None:
             return None
         found: SharedArea = load.module_of("display", "caller.shared_area").SharedArea(place, self._total, self._begun)
@@ -251,14 +253,14 @@ class Sweep(Sequence[Run]):
         return sweep_table.in_one_line(self._plan.name.rpartition(".")[2], self._trials, time.monotonic() - self._begun)
 
     def _raise_failure(self, until: float) -> None:
-        """Raises it when the processes of all others are gone."""
+        """Raise the first failure, when the processes of all others are gone."""
         failed = self._failed
         self._wait(lambda: len(self._ended) == len(self._trials), until)
         if failed is not None:
             failed.result()
 
     def _wait(self, is_so: Callable[[], bool], until: float) -> None:
-        """Waits. TimeoutError; an interrupt ends all."""
+        """Wait until something is so. TimeoutError; an interrupt ends all."""
         if not is_so():
             self._check_process()
         loop.hand_over()  # in a callback
@@ -271,7 +273,7 @@ class Sweep(Sequence[Run]):
             done = sum(trial.state == "returned" for trial in self._trials)
             ended = f"the trials of {self._plan.name}() were interrupted"
             file = self._plan.file
-            there = "" if file is None else f" in {file.path}: the same line of code, run again, goes on from there"
+            there = "" if file is None else f" in {file.path}: the same line of code, run again, continues from there"
             add_note(interrupt, f"{ended}; {done} of {len(self._trials)} had returned, and their values stay{there}")
             raise
         if not found:
@@ -280,7 +282,7 @@ class Sweep(Sequence[Run]):
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """What the trials of a sweep share. ``bound``: stands before the arguments: the instance of a method."""
+    """What the trials of a sweep share. ``bound``: comes before the arguments: the instance of a method."""
 
     function: Callable[..., Any]
     bound: tuple[Any, ...]
@@ -291,7 +293,7 @@ class SweepPlan:
     file: TrialFile | None = None
 
     def begin(self, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> Sweep:
-        """Begins a launch for each (arguments, keyword arguments). TypeError for what the function does not take."""
+        """Begin a launch for each (arguments, keyword arguments). TypeError for what the function does not take."""
         for args, kwargs in calls:
             arguments.check(self.function, (*self.bound, *args), kwargs)
             arguments.check_values(self.function, (*self.bound, *args), kwargs)

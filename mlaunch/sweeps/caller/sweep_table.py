@@ -1,4 +1,4 @@
-"""What a sweep has come to, as rows and as a table."""
+"""The trials of a sweep as rows and as a table."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mlaunch.sweeps.caller.trial import Trial
 from mlaunch.sweeps.caller.trial_arguments import in_words, varying_names
 
 _OVER = ("returned", "failed", "cancelled")
-SHOWN = 60  # rows, where nobody has asked for all
+SHOWN = 60  # rows, unless somebody asks for all
 _LONGEST = 80  # characters of an error or of values
 
 
 def row(trial: Trial) -> dict[str, Any]:
-    """Return arguments, defaults included, and what came of it: under "state_", where an argument has that name.
+    """Return a trial's arguments, defaults included, and its outcome: as "state_" if an argument is named "state".
 
-    What was reported, and what rank 0 returned, in columns of their own: a table of numbers can be computed with.
+    What was reported and what rank 0 returned have columns of their own, to compute with.
     """
     found, outcome = dict(trial.arguments), _outcome(trial)
     last = {name: outcome.pop(name) for name in ("values", "error") if name in outcome}
@@ -49,7 +49,7 @@ def _number(value: Any) -> Any:
 
 
 def _reason(error: BaseException) -> str:
-    """Say in a line why a trial failed: of one that was ended as it hung, who kept it."""
+    """Return in one line why a trial failed; if it hung, first who held it up."""
     first, *others = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     kept = [line for line in others if line != "meanwhile:"]
     if kept and "had not returned" in first:
@@ -71,7 +71,7 @@ def _outcome(trial: Trial) -> dict[str, Any]:
 
 
 def text(trials: Sequence[Trial], most: int | None = None) -> str:
-    """Draws the rows; of more than ``most`` the first, and says how many more there are."""
+    """Return the rows as text; if there are more than ``most``, the first ones and how many more there are."""
     lines = _cells(trials[:most])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     drawn = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
@@ -79,7 +79,7 @@ def text(trials: Sequence[Trial], most: int | None = None) -> str:
 
 
 def html(trials: Sequence[Trial], most: int | None = None) -> str:
-    """Draws the same for a notebook."""
+    """Return the same for a notebook."""
     head, *lines = _cells(trials[:most])
     top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>" for line in lines)
@@ -88,7 +88,7 @@ def html(trials: Sequence[Trial], most: int | None = None) -> str:
 
 
 def in_one_line(name: str, trials: Sequence[Trial], seconds: float) -> str:
-    """Says how far a sweep is: "train: 6 of 12 done (1 of them failed), 4 running, 2 waiting  0:35"."""
+    """Return how far a sweep is: "train: 6 of 12 done (1 of them failed), 4 running, 2 waiting  0:35"."""
     counts = Counter(trial.state for trial in trials)
     done = sum(counts[state] for state in _OVER)
     bad = ", ".join(f"{counts[state]} {state}" for state in _OVER[1:] if counts[state])
@@ -103,7 +103,7 @@ def _more(trials: Sequence[Trial], most: int | None) -> list[str]:
 
 
 def _cells(trials: Sequence[Trial]) -> list[list[str]]:
-    """Returns the names of the columns, and the lines: arguments that are not the same in all, then what came of it."""
+    """Return the names of columns, then a line for each trial: arguments that differ between trials, and outcome."""
     given = [{name: in_words(value) for name, value in trial.given.items()} for trial in trials]
     found = [{name: _told(value) for name, value in _outcome(trial).items()} for trial in trials]
     arguments = varying_names(given)

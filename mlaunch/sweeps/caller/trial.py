@@ -1,4 +1,4 @@
-"""A run of a sweep."""
+"""A trial: one run of a sweep."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import Context
 from mlaunch.sweeps.caller.launch_loop import loop
 from mlaunch.sweeps.caller.run_future import Run, RunCourse
-from mlaunch.sweeps.caller.submit import drive, named
-from mlaunch.sweeps.caller.trial_arguments import given_in_words
+from mlaunch.sweeps.caller.submitted_call import drive
+from mlaunch.sweeps.caller.trial_arguments import given_in_words, named
 from mlaunch.sweeps.caller.trial_file import TrialKey
 
 _PRINTED = 4096  # bytes of each rank's output that are kept with a trial: a sweep may have thousands
 
 
 class SweepOfTrials(Protocol):
-    """What a trial tells its sweep."""
+    """What a trial needs of its sweep, which is made of trials."""
 
     def ends(self, trial: Trial, how: Ended | BaseException) -> None:
-        """Takes note just before its run tells of it; not if it was cancelled."""
+        """Note that a trial has ended, just before its future is done; not if it was cancelled."""
 
     def place(self, number: int) -> LivePlace | None:
-        """Returns where lines of the trial with that number can change."""
+        """Return where lines of the trial with this number can change."""
 
     def has_ended(self, trial: Trial) -> None:
-        """Takes note just afterwards, before its callbacks."""
+        """Note that its future is done, before its callbacks."""
 
     def has_waiting(self) -> bool:
-        """Tells whether trials wait that are not in line yet."""
+        """True if trials wait that are not in line yet."""
 
     def end(self) -> None:
-        """Ends all, and waits for that."""
+        """End all, and wait for that."""
 
 
 @dataclass(frozen=True)
 class TrialPlan:
-    """What a trial is. ``given``: its arguments without defaults; ``label``: tells it from the others.
+    """A trial's call. ``given``: its arguments without defaults; ``label``: in which it differs from the others.
 
-    ``key``: by which a file knows it, if there is one.
+    ``key``: under which it is in the sweep's file.
     """
 
     name: str  # the function's, "train()"
@@ -59,13 +59,13 @@ class TrialPlan:
     given: Mapping[str, Any]
     label: str
     keep_report: Callable[[LaunchReport], None]
-    surroundings: Context  # of the moment at which somebody began it
+    surroundings: Context  # at the time of map(), grid() or retry()
     key: TrialKey
     number: int  # its place among the trials
 
 
 class Trial(Run):
-    """One run of a sweep: in line for its devices once somebody has begun it, or wants it to end."""
+    """One run of a sweep. It is in line for its devices once somebody begins it, or wants it to end."""
 
     def __init__(self, plan: TrialPlan, sweep: SweepOfTrials) -> None:
         place = functools.partial(sweep.place, plan.number)
@@ -82,7 +82,7 @@ class Trial(Run):
         self.seconds: float | None = None  # that it took, once it is over
 
     def begin(self, then: Callable[[], None] | None = None) -> bool:
-        """Gets in line; False, if it has before. ``then`` is called once it no longer is in line."""
+        """Get in line; False if it was before. ``then`` is called once it is no longer in line."""
         with self._lock:
             if self._is_driven:
                 return False
@@ -91,13 +91,13 @@ class Trial(Run):
         return True
 
     def take(self, values: list[Any], seconds: float | None) -> None:
-        """Takes the values that it had in an earlier sweep, instead of being run."""
+        """Set the values of an earlier sweep, instead of running it."""
         self._is_driven, self.seconds = True, seconds
         self._course.finish()
         self.set_result(values)
 
     def ask_to_cancel(self) -> None:
-        """Begins what ``cancel`` does, without waiting for it."""
+        """Begin what ``cancel`` does; do not wait for it."""
         self._course.cancelling = True
         self.begin()
         self._course.notify()
@@ -109,7 +109,7 @@ class Trial(Run):
         return super().cancel()
 
     def end(self) -> None:
-        """Do what ``cancel`` does, and wait wherever that is."""
+        """Do what ``cancel`` does, and wait for the end, unless in a callback."""
         self.ask_to_cancel()
         if not self._course.in_callback():
             self._wait_for_end()
@@ -123,8 +123,8 @@ class Trial(Run):
                 self._sweep.end()
             raise
 
-    def anew(self, surroundings: Context) -> Trial:
-        """Returns another trial of the same."""
+    def again(self, surroundings: Context) -> Trial:
+        """Return a new trial of the same call."""
         return Trial(dataclasses.replace(self._plan, surroundings=surroundings), self._sweep)
 
     def _go_on(self) -> None:
@@ -149,7 +149,7 @@ class Trial(Run):
 
 
 def _to_keep(how: Ended | BaseException) -> Ended | BaseException:
-    """Returns how a trial ended, with less of what its ranks printed."""
+    """Return how a trial ended, with only the end of what its ranks printed."""
     if not isinstance(how, Ended):
         return how
     report = how.report()
@@ -164,5 +164,5 @@ def _last_lines(printed: bytes) -> bytes:
 
 
 def arguments_of(call: Call) -> dict[str, Any]:
-    """Returns a call's arguments by name, defaults included."""
+    """Return a call's arguments by name, defaults included."""
     return named(cast("Callable[..., Any]", call.function), call.args, call.kwargs)

@@ -1,4 +1,4 @@
-"""The arguments of a sweep's trials, and what tells the trials apart."""
+"""The arguments of a sweep's trials, and labels by which people tell the trials apart."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LONGEST_LINE = 100
 
 
 def combinations(values: Mapping[str, Iterable[Any]]) -> list[dict[str, Any]]:
-    """Returns each combination, the last name changing fastest. TypeError, or ValueError for none."""
+    """Return each combination; the last name changes fastest. TypeError, or ValueError if there is none."""
     lists = {name: _listed(name, some) for name, some in values.items()}
     empty = [name for name, some in lists.items() if not some]
     if not lists or empty:
@@ -34,7 +34,7 @@ def _listed(name: str, some: object) -> list[Any]:
 
 
 def check_names(function: Callable[..., Any], grid: Callable[..., Any]) -> None:
-    """Raises TypeError for a function of which ``grid`` cannot tell the arguments from its own."""
+    """Raise TypeError for a function with a parameter that is an option of ``grid``."""
     own = {one.name for one in inspect.signature(grid).parameters.values() if one.kind is one.KEYWORD_ONLY}
     try:
         both = sorted(own & inspect.signature(function).parameters.keys())
@@ -48,7 +48,7 @@ def check_names(function: Callable[..., Any], grid: Callable[..., Any]) -> None:
 def given_names(
     function: Callable[..., Any], bound: int, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the arguments by name, without defaults and the first ``bound``; by number where nobody says."""
+    """Return the arguments by name, without defaults and the first ``bound``; by number if there is no signature."""
     try:
         names = [*inspect.signature(function).bind(*args, **kwargs).arguments.items()]
     except (TypeError, ValueError):
@@ -56,14 +56,24 @@ def given_names(
     return dict(names[bound:])
 
 
+def named(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments by name, defaults included; by number if the function has no signature."""
+    try:
+        bound = inspect.signature(function).bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        return {**{str(number): value for number, value in enumerate(args)}, **kwargs}
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
 def given_in_words(given: Mapping[str, object]) -> str:
-    """Say the arguments of a call in one line: "lr=0.1, width=64"."""
+    """Return the arguments of a call in one line: "lr=0.1, width=64"."""
     said = ", ".join(f"{name}={in_words(value)}" for name, value in given.items())
     return said if len(said) <= _LONGEST_LINE else f"{said[: _LONGEST_LINE - 3]}..."
 
 
 def labels(trials: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns a few words for each trial, in which they differ: "lr=0.1 width=64"; its number if they do not."""
+    """Return a few words for each trial, in which they differ: "lr=0.1 width=64"; its number if they do not."""
     texts = [{name: in_words(value) for name, value in trial.items()} for trial in trials]
     varying = varying_names(texts)
     found = [" ".join(f"{name}={text[name]}" for name in varying if name in text) for text in texts]
@@ -73,13 +83,13 @@ def labels(trials: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def varying_names(texts: Sequence[Mapping[str, str]]) -> list[str]:
-    """Names the arguments that are not the same in all trials; all of them if there is none."""
+    """Return the names of arguments that are not the same in all trials; all names if there are none."""
     names = list(dict.fromkeys(name for text in texts for name in text))
     return [name for name in names if len({text.get(name) for text in texts}) > 1] or names
 
 
 def in_words(value: object) -> str:
-    """Says a value in few characters: "0.1", "'adam'", "Size.BIG", "float32", ".../data/train.csv", "<Tensor>"."""
+    """Return a value in few characters: "0.1", "'adam'", "Size.BIG", "float32", ".../data/train.csv", "<Tensor>"."""
     if isinstance(value, enum.Enum):
         return f"{type(value).__name__}.{value.name}"
     if says_all_of_itself(value):
