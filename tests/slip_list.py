@@ -652,7 +652,7 @@ SLIPS = (
         "debug",
         "deadline_of_a_visited_call",
         "debug/agent.py",
-        "            self._scene.hold_deadline(held=True)  # that of another call, too, on ranks that stay\n",
+        "            self._scene.hold_deadline(held=True)  # also of the next call, on ranks that stay\n",
         "            pass\n",
         ("unit/test_debug_visit.py::test_limits_are_held_as_long_as_a_visitor_stays",),
         "the first call is held already",

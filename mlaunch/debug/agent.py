@@ -1,7 +1,7 @@
-"""A debugger's part in the agent: it passes channels on to ranks, holds the deadline, and takes visitors.
+"""The debugger's part in the agent: pass channels on to ranks, hold the deadline, take visitors.
 
-Of those (``mlaunch debug``) there is one at a time, on a connection that stays open. Meanwhile limits of collectives
-that begin are lifted in all ranks here, and neither the deadline counts nor a stall. Each rank that is to stop gets a
+There is one visitor (``mlaunch debug``) at a time, on a connection that stays open. Meanwhile limits of collectives
+that begin are lifted in all ranks here, and neither the deadline nor a stall counts. Each rank that is to stop gets a
 connection of its own, on which it talks with the visitor past the agent.
 """
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 
 class DebugVisits(AgentPart):
-    """Of one launch."""
+    """The feature's part of one launch."""
 
     def __init__(self, scene: Scene) -> None:
         self._scene = scene
         self._visitor: socket.socket | None = None
         self._pid = 0  # the visitor's
-        self._leaving: list[socket.socket] = []  # those who have ended the launch: they wait for its end
+        self._leaving: list[socket.socket] = []  # visitors that have ended the launch and wait for its end
 
     def hear(self, word: object, _call: int, *fds: int) -> None:
         if isinstance(word, HoldDeadline):
@@ -51,8 +51,7 @@ class DebugVisits(AgentPart):
         elif word == COME:
             self._begin(visitor)
         elif rank is not None:
-            # The connection itself goes to the rank: what is said there never passes this process, which keeps
-            # supervising.
+            # The connection itself goes to the rank, so that this process need not pass lines on.
             who = f"rank {rank} of {self._scene.spec.call.name}"
             self._scene.tell(rank, OpenPrompt(rank, who, at_once=True), [visitor.fileno()])
             visitor.close()
@@ -66,28 +65,28 @@ class DebugVisits(AgentPart):
     def take_steps(self) -> None:
         if self._visitor is None:
             return
-        # By the end of a connection, so that a visitor who is killed holds no deadline either.
+        # By the end of the connection: a visitor that is killed does not hold the deadline.
         if linux.wait_readable(self.fds(), 0.0):
             self._visitor.close()
             self._visitor = None
             self._change(held=False)
         else:
-            self._scene.hold_deadline(held=True)  # that of another call, too, on ranks that stay
+            self._scene.hold_deadline(held=True)  # also of the next call, on ranks that stay
 
     def close(self) -> None:
         for visitor in self._leaving + ([] if self._visitor is None else [self._visitor]):
             visitor.close()
 
     def _refusal(self, word: str) -> str:
-        """Return why not; "" if the visitor may."""
+        """Return why a visitor is refused; "" if it is not."""
         name, rank = self._scene.spec.call.name, rank_of(word)
         if has_prompts(self._scene.sections):
-            return f"{name} was called with debug=: its ranks' debugger is where that was"
+            return f"{name} was called with debug=: its ranks' prompts are where that call was made"
         if word == COME:
             return "" if self._visitor is None else f"{name} is debugged already, by process {self._pid}"
         if word == QUIT or (self._visitor is not None and rank in self._scene.known()):
             return ""
-        return f"rank {rank} of {name} cannot be asked: it has ended, or runs no Python any more"
+        return f"rank {rank} of {name} cannot be asked: it has ended, or no longer runs Python"
 
     def _begin(self, visitor: socket.socket) -> None:
         self._visitor, self._pid = visitor, visitors.pid_of(visitor)
@@ -105,5 +104,5 @@ class DebugVisits(AgentPart):
 
 
 def part(scene: Scene) -> DebugVisits:
-    """Return what a launch has that is debugged."""
+    """Return the part of a launch that is debugged."""
     return DebugVisits(scene)

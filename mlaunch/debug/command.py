@@ -1,4 +1,4 @@
-"""``mlaunch debug``: a debugger's prompt in ranks that run, from another terminal."""
+"""``mlaunch debug``: a debugger's prompt in running ranks, from another terminal."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _debug(args: argparse.Namespace) -> int:
     launches = [launch for _, launch in found]
     if not args.id and len({launch["id"] for launch in launches}) > 1:
         print("\n".join(title_of(launch) for launch in launches))
-        print(f"say which, and if you wish a rank: mlaunch debug {launches[0]['id'][:ID_SHOWN]} 0")
+        print(f"say which one, and a rank if you like: mlaunch debug {launches[0]['id'][:ID_SHOWN]} 0")
         return 0
     if len({launch["id"] for launch in launches}) != 1:
         raise LookupError(
@@ -59,12 +59,12 @@ def _debug(args: argparse.Namespace) -> int:
 
 
 def _chosen(wanted: Sequence[int] | None, launches: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Returns the ranks that are to stop. LookupError: one is none of the launch's here."""
+    """Return the ranks to stop. LookupError: the launch has no such rank here."""
     here = {rank["rank"]: rank["state"] for launch in launches for rank in launch["ranks"]}
     missing = [rank for rank in wanted or [] if rank not in here]
     if missing:
         name = launches[0]["function"]
-        raise LookupError(f"{name_ranks(missing)}: {name} has on this machine {name_ranks(sorted(here))}")
+        raise LookupError(f"{name_ranks(missing)}: on this machine {name} has {name_ranks(sorted(here))}")
     return sorted(wanted or (rank for rank, state in here.items() if not state.startswith("ended")))
 
 
@@ -77,7 +77,7 @@ def _visit(names: Sequence[str], launch: Mapping[str, Any], ranks: Sequence[int]
         visit.attach(ranks)
         visit.run()
     except KeyboardInterrupt:
-        print("left; the ranks go on")
+        print("left; the ranks continue")
     finally:
         visit.close()
         parts.close()

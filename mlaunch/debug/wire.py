@@ -1,10 +1,10 @@
-"""What a launch's processes say of a debugger, and what a rank and who debugs it say on a channel of their own.
+"""Records about debuggers, and those between a rank and its debugger, on a channel of their own.
 
-The latter is the caller with ``debug=True``, or ``mlaunch debug``, who visits:
+The debugger is the caller, with ``debug=True``, or a visitor, ``mlaunch debug``:
 
 caller -> agent    HoldDeadline
 caller -> agent -> rank    OpenPrompt            (attached: the rank's end of the channel)
-visitor -> agent   COME, stop_word(2), QUIT      (as an agent's visitor says them, see protocol/visitors.py)
+visitor -> agent   COME, stop_word(2), QUIT      (a visitor's words, see protocol/visitors.py)
 agent -> rank      OpenPrompt, HoldLimits
 agent -> caller    Visited
 rank -> caller     PromptSays, PromptAsks, PromptLeft    (on that channel)
@@ -22,13 +22,13 @@ from mlaunch.protocol.channel import Channel
 
 NAME = "debug"  # of this feature
 PROMPT = "pdb"
-COME = "come"  # a visitor, who stays as long as the connection does: limits are lifted, the deadline is held
+COME = "come"  # a visitor comes; while the connection is open, limits are lifted and the deadline is held
 QUIT = "quit"  # the visitor ends the launch
-_STOP = "stop "  # with a rank's number, which stops at its next line and talks on this connection from then on
+_STOP = "stop "  # and a rank's number: it stops at its next line, and talks on this connection from then on
 
 
 def stop_word(rank: int) -> str:
-    """Return what asks a rank to stop."""
+    """Return the word that asks a rank to stop."""
     return f"{_STOP}{rank}"
 
 
@@ -40,11 +40,11 @@ def rank_of(word: str) -> int | None:
 
 @frozen_record
 class DebugTerms:
-    """What a launch's ranks know of who debugs them: the feature's section of its spec.
+    """How a launch's ranks are debugged: the feature's section of its spec.
 
     Attributes:
         way: PROMPT: each rank has a prompt where the call was made; "debugpy", "debugpy:0,2": these wait for an IDE;
-            JSON: where they go to an IDE that debugs the caller, as ``caller/ide_of_caller.py`` writes it.
+            JSON: the address of an IDE that debugs the caller, as ``caller/debugged_call.py`` writes it.
     """
 
     way: str
@@ -58,7 +58,7 @@ def has_prompts(sections: Mapping[str, object]) -> bool:
 
 @frozen_record
 class OpenPrompt:
-    """Gives a rank its end of a channel. ``at_once``: it stops at its next line; else where it has a reason to.
+    """Gives a rank its end of a channel. ``at_once``: it stops at its next line; else at a breakpoint or failure.
 
     ``who``: "rank 1 of train()".
     """
@@ -70,23 +70,23 @@ class OpenPrompt:
 
 @frozen_record
 class HoldLimits:
-    """Lifts the limits of operations that begin from now on, since somebody debugs; False sets them as they were."""
+    """Lifts the limits of operations that begin from now on, as somebody debugs; ``held`` False restores them."""
 
     held: bool
 
 
 @frozen_record
 class PromptSays:
-    """What a debugger writes between two questions: whole lines."""
+    """What the rank's debugger writes between two questions: whole lines."""
 
     text: str
 
 
 @frozen_record
 class PromptAsks:
-    """Asks for a line, and waits for it. ``prompt``: what stands before that.
+    """Asks for a line, and waits for it. ``prompt``: before the line.
 
-    ``place``: where the rank has stopped, "/home/me/train.py:12 in train"; "" where user code calls ``input``.
+    ``place``: where the rank has stopped, "/home/me/train.py:12 in train"; "" if user code calls ``input``.
     """
 
     prompt: str
@@ -96,10 +96,10 @@ class PromptAsks:
 class Onward(enum.Enum):
     """How a rank leaves its prompt."""
 
-    RUNS = "it runs on"
+    RUNS = "it continues"
     STEPS = "it takes a step, and is expected back"
     FAILS = "it reports its failure, which ends the launch"
-    QUITS = "it does nothing any more, and waits for its end"
+    QUITS = "it runs no more code, and waits for its end"
 
 
 @frozen_record
@@ -119,14 +119,14 @@ class PromptLine:
 
 @frozen_record
 class HoldDeadline:
-    """Says that a user is at a prompt: the call's deadline comes no nearer, until the same is said with False."""
+    """A user is at a prompt: the call's deadline does not count until the same comes with ``held`` False."""
 
     held: bool
 
 
 @frozen_record
 class Visited:
-    """Says that somebody debugs the launch by ``mlaunch debug``, or, with ``held`` False, no more. ``pid``: who."""
+    """``mlaunch debug`` debugs the launch or, with ``held`` False, no longer does. ``pid``: of that command."""
 
     held: bool
     pid: int

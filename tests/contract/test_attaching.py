@@ -324,7 +324,7 @@ def test_bad_input(
     name = running_id()
     assert "no running launch has an ID that starts with 'zzz'; running:" in told("zzz")
     assert "other users', are not seen here" in told("zzz")
-    assert "rank 7: count() has on this machine ranks 0-1" in told(name, "7")
+    assert "rank 7: on this machine count() has ranks 0-1" in told(name, "7")
     assert "standard input and output must be a terminal" in told(name, "1")
     with pytest.raises(SystemExit):
         launches.command("debug", name, "one")
@@ -356,7 +356,7 @@ def test_without_an_id(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
     assert launches.command("debug") == 0
     said = capsys.readouterr().out
     assert all(f"{launch['id'][:8]}  count()" in said for launch in found)
-    assert "say which, and if you wish a rank: mlaunch debug " in said
+    assert "say which one, and a rank if you like: mlaunch debug " in said
     (tmp_path / "go").write_text("")
     assert len(set(first.result())) == 1
     second.result()

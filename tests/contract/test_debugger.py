@@ -128,7 +128,7 @@ def test_a_prompt_where_a_rank_fails(terminal: Terminal) -> None:
     frames = [line for line in terminal.until(PROMPT).splitlines() if "(" in line and ".py(" in line]
     assert len(frames) == 1, frames
     terminal.type("n")
-    assert "cannot go on; look around, q ends the launch" in terminal.until(PROMPT)
+    assert "cannot continue; look around, q ends the launch" in terminal.until(PROMPT)
     terminal.type("q")
     terminal.until("ValueError: no such rate: 0.5")
     terminal.until("next [22.0, 22.0]")

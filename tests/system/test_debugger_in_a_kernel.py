@@ -122,7 +122,7 @@ def test_prompts_in_a_kernel(tmp_path: Path) -> None:
     assert "at the prompt of rank 1 (In[1]:11 in train)" in error(told[3])
     assert error(told[4]).startswith("KeyboardInterrupt")
     assert "rank 1 of train() was killed by SIGKILL" in error(told[5])
-    assert "there is nobody to ask: whoever runs this notebook gives no input" in error(told[6])
+    assert "there is nobody to ask: this notebook is run without input" in error(told[6])
     assert value(told[7]) == "[0, 1]"
     wait_gone(family)
 

@@ -129,7 +129,7 @@ def test_the_tour(tmp_path: Path) -> None:
     }
     pulled = " ".join(list(data(outputs(tour, "--pull share"), "text/plain"))[-1].split())
     assert pulled.startswith("[tensor([0., 0., 0.]), tensor([1., 1., 1.])")
-    assert "there is nobody to ask: whoever runs this notebook gives no input" in text(outputs(tour, "divide("))
+    assert "there is nobody to ask: this notebook is run without input" in text(outputs(tour, "divide("))
 
 
 ON_MACHINES = [

@@ -36,7 +36,7 @@ def came(sections: dict[str, object]) -> tuple[DebugVisits, list[object], socket
 def test_the_callers_own_debugger_goes_first() -> None:
     visits, done, visitor, told = came({"debug": DebugTerms("pdb")})
     visitor.close()
-    assert told == {"refused": "train() was called with debug=: its ranks' debugger is where that was"}
+    assert told == {"refused": "train() was called with debug=: its ranks' prompts are where that call was made"}
     assert (done, visits.fds()) == ([], [])
 
 

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from mlaunch import Server, launcher
-from mlaunch.debug.rank import ide, ide_adapter
+from mlaunch.debug.rank import ide
 from mlaunch.rendezvous.address import LOOPBACK
 from tests.another_user import said_by_another_user
 
@@ -16,7 +16,7 @@ from tests.another_user import said_by_another_user
 def test_an_adapter_serves_its_user_alone() -> None:
     """IDEs at one port, at the other the rank, which knows the token."""
     pytest.importorskip("torch", reason="its ranks need torch")
-    for_ides, for_rank, token = ide_adapter.start_adapter("rank 0 of f()")
+    for_ides, for_rank, token = ide.start_adapter("rank 0 of f()")
 
     def connect(port: int) -> str:
         with socket.socket() as end:
@@ -27,8 +27,11 @@ def test_an_adapter_serves_its_user_alone() -> None:
     turned_away = {"turned away", "ConnectionResetError"}
     assert said_by_another_user(lambda: connect(for_ides)) in turned_away
     assert said_by_another_user(lambda: connect(for_rank)) in turned_away
-    with socket.create_connection((LOOPBACK, for_ides)) as ide, socket.create_connection((LOOPBACK, for_rank)) as rank:
-        for end in (ide, rank):
+    with (
+        socket.create_connection((LOOPBACK, for_ides)) as editor,
+        socket.create_connection((LOOPBACK, for_rank)) as own,
+    ):
+        for end in (editor, own):
             end.settimeout(60)
             assert end.recv(1)
     assert len(token) == 64

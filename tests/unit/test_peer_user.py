@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mlaunch.base.fds import close_all
-from mlaunch.debug.rank import ide_adapter
+from mlaunch.debug.rank import ide
 from mlaunch.rendezvous import peer_user
 from mlaunch.rendezvous.address import LOOPBACK, listen
 from mlaunch.rendezvous.peer_user import PeerUser
@@ -139,5 +139,5 @@ def test_an_adapter_takes_connections_of_this_user() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()):
         end, _ = listener.accept()
         with end:
-            ide_adapter.guarded(taken.append)(end)
+            ide.guarded(taken.append)(end)
             assert taken == [end]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlaunch.debug.caller import words
-from mlaunch.debug.caller.prompts import Prompts
-from mlaunch.debug.caller.words import ForRanks, SwitchTo, TellWho
+from mlaunch.debug.caller.prompts import ForRanks, Prompts, SwitchTo, TellWho, parse
 from mlaunch.debug.wire import Onward, PromptAsks, PromptLeft, PromptSays
 
 
@@ -51,7 +49,7 @@ class Table:
     ],
 )
 def test_words(line: str, wish: object) -> None:
-    assert words.parse(line, 1) == wish
+    assert parse(line, 1) == wish
 
 
 def test_ranks_have_their_turn_in_the_order_of_their_coming() -> None:

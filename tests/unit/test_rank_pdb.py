@@ -110,7 +110,7 @@ def test_after_a_failure_everything_ends(line: str | None) -> None:
     said, left = debugged(failing, "p number", "n", "s", "restart", "u", line)
     assert "> " in said
     assert "outer()" in said
-    assert said.count("*** the function has failed here and cannot go on") == 2
+    assert said.count("*** the function has failed here and cannot continue") == 2
     assert "*** a rank cannot be started again from here" in said
     assert hows(left) == [Onward.FAILS]
 

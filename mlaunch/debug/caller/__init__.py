@@ -1,4 +1,4 @@
-"""Debuggers in ranks, from the process that calls, or from another terminal."""
+"""Debuggers in ranks, from the process that calls or from another terminal."""
 
 from mlaunch.debug.caller.debugged_call import adapt as adapt
 from mlaunch.debug.caller.debugged_call import handle as handle

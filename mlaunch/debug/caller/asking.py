@@ -1,8 +1,8 @@
-"""Asks the user for a line, in the main thread, while another thread does what must go on.
+"""Ask the user for a line, in the main thread, while another thread drives the launch.
 
-The main thread alone may ask: a notebook's kernel gives the answer of its next cell to any other that waits. What
-comes of the other thread's work may make the question void. It is withdrawn then, by an interrupt of the main thread
-that is told apart from the user's.
+Only the main thread may ask: to any other, a notebook's kernel would give the text of the next cell. The other thread's
+work may make the question void. It is withdrawn then, by an interrupt of the main thread that is told apart from the
+user's.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ class WithdrawnError(Exception):
 
 
 def check_place() -> None:
-    """Raise ValueError where nobody can be asked, before anything starts."""
+    """Raise ValueError if nobody can be asked, before anything starts."""
     why = ""
     if threading.current_thread() is not threading.main_thread():
-        why = "this is not the main thread, which alone may ask for input"
+        why = "this is not the main thread, and only that may ask for input"
     elif (kernel := _kernel()) is not None:
         if not getattr(kernel, "_allow_stdin", True):
-            why = "whoever runs this notebook gives no input to it (nbconvert, papermill, a server's API)"
+            why = "this notebook is run without input (by nbconvert, papermill, a server's API)"
     elif not (_is_terminal(sys.stdin) and _is_terminal(sys.stdout)):
-        why = "standard input or output is no terminal: it is redirected, or this is a job without one"
+        why = "standard input or output is not a terminal: it is redirected, or this is a job without one"
     if why:
         raise misuse(ValueError(f"debug=True: there is nobody to ask: {why}. Call it in a terminal or in a "
                                 f"notebook's cell, or leave debug= out"))  # fmt: skip
 
 
 def _kernel() -> Any:
-    """Returns the notebook's kernel, if this process is one."""
+    """Return the notebook's kernel, if this process is one."""
     return getattr(notebook.shell(), "kernel", None)
 
 
@@ -58,11 +58,11 @@ def _is_terminal(stream: Any) -> bool:
 
 
 def ask(prompt: str, drive: Callable[[int], bool]) -> str | None:
-    """Returns the line that the user types, without its end; None if there are no more.
+    """Return the line that the user types, without its end; None if there are no more.
 
     Args:
-        prompt: What stands before it.
-        drive: Does what must go on, in a thread. It returns when its argument, a descriptor, can be read; and False
+        prompt: The prompt before it.
+        drive: Drives the launch, in a thread. It returns True when its argument, a descriptor, can be read; and False
             as soon as the question is void.
 
     Raises:
@@ -92,7 +92,7 @@ def ask(prompt: str, drive: Callable[[int], bool]) -> str | None:
 
 
 class _OpenQuestion:
-    """A question that is open, with the thread that drives meanwhile."""
+    """A question that is open, and the thread that drives the launch meanwhile."""
 
     def __init__(self, drive: Callable[[int], bool]) -> None:
         self._drive = drive
@@ -100,31 +100,31 @@ class _OpenQuestion:
         self._asks = False  # the main thread waits for the answer, and may be interrupted
         self._open = False  # the thread may interrupt it
         self._over = os.eventfd(0, os.EFD_CLOEXEC)
-        self._heard = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)  # the numbers of signals that have come
-        # The end at which our thread waits. The other one must not block: Python's signal handler writes there.
+        self._heard = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)  # gets the numbers of signals
+        # A thread waits at this end. The other end must not block: Python's signal handler writes there.
         os.set_blocking(self._heard[0], True)
-        self._noticed = False  # by Python, that an interrupt has come
+        self._noticed = False  # Python has run the handler of an interrupt
         tasks = (self._run, self._repeat)
         self._threads = [threading.Thread(target=task, name="mlaunch-debugger", daemon=True) for task in tasks]
-        self._handler: Any = None  # of interrupts, before
-        self._woken = False  # signals write to that pipe
+        self._handler: Any = None  # the earlier one, of interrupts
+        self._woken = False  # signals write to the pipe
         self.void = False
         self.error: BaseException | None = None  # of the thread
 
     def begin(self) -> None:
-        """Begins to drive."""
+        """Start to drive."""
         self._handler = signal.getsignal(signal.SIGINT)
         signal.signal(signal.SIGINT, self._interrupted)
         if (before := signal.set_wakeup_fd(self._heard[1], warn_on_full_buffer=False)) != -1:
-            signal.set_wakeup_fd(before)  # an event loop's, which must not miss one
+            signal.set_wakeup_fd(before)  # an event loop's, which must not miss a signal
         self._woken = before == -1
         self._asks = self._open = True
         for thread in self._threads:
             thread.start()
 
     def end(self) -> None:
-        """Ends the thread. No interrupt of its comes afterwards."""
-        # First: an interrupt of ours that is on its way already must raise nothing any more.
+        """End the thread. It sends no interrupt afterwards."""
+        # First: an interrupt of the thread's that is on its way must not raise any more.
         self._asks = False
         with self._lock:
             self._open = False
@@ -135,21 +135,21 @@ class _OpenQuestion:
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
-        close_all([*self._heard, self._over])  # by this time a signal of the thread's has arrived
+        close_all([*self._heard, self._over])  # a signal of the thread's has arrived by now
         if self._handler is not None:
             signal.signal(signal.SIGINT, self._handler)
 
     def _run(self) -> None:
         try:
-            goes_on = self._drive(self._over)
+            is_open = self._drive(self._over)
         except BaseException as error:
-            self.error, goes_on = error, False
-        if not goes_on:
+            self.error, is_open = error, False
+        if not is_open:
             self.void = True
             self._interrupt()
 
     def _repeat(self) -> None:
-        """Repeats interrupts that came just before the main thread began to wait in C: it takes no notice of those."""
+        """Repeat interrupts that came just before the main thread began to wait in C: it does not notice those."""
         while (number := os.read(self._heard[0], 1)[0]) != _END:
             if number == signal.SIGINT and not linux.wait_readable([self._over], _AGAIN) and not self._noticed:
                 self._interrupt()
@@ -157,8 +157,7 @@ class _OpenQuestion:
     def _interrupt(self) -> None:
         with self._lock:
             if self._open:
-                # To this thread, not to the process: the kernel may choose any thread then, and input() would go on
-                # waiting.
+                # Not to the process: the kernel may choose any thread for it, and input() would continue to wait.
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
@@ -170,6 +169,6 @@ class _OpenQuestion:
 
 
 def _prepare_lines() -> None:
-    """Lets ``input`` edit lines and remember them, where it reads a terminal."""
+    """Have ``input`` edit lines and keep a history, if it reads a terminal."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - input uses it once it is imported

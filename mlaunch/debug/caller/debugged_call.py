@@ -1,8 +1,11 @@
-"""``debug=``, and an IDE that debugs the caller: a call whose ranks are debugged, or which somebody visits."""
+"""A call whose ranks are debugged: by ``debug=``, an IDE that debugs the caller, or ``mlaunch debug``."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -11,7 +14,7 @@ from mlaunch.caller.options.trouble_options import ranks_of
 from mlaunch.core import load
 from mlaunch.core.notes import Note
 from mlaunch.core.parts import CallerPart, Spell
-from mlaunch.debug.caller import asking, ide_of_caller
+from mlaunch.debug.caller import asking
 from mlaunch.debug.wire import PROMPT, DebugTerms, Visited, has_prompts
 
 if TYPE_CHECKING:
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class DebuggedCall(CallerPart):
-    """Checks that somebody can be asked; its section says what ranks do."""
+    """The feature's part of a call. Checks that a user can be asked."""
 
     def __init__(self, options: Options) -> None:
         self._debug = options.debug
@@ -29,8 +32,8 @@ class DebuggedCall(CallerPart):
             asking.check_place()
         elif options.debug and importlib.util.find_spec("debugpy") is None:
             raise misuse(ModuleNotFoundError(f"debug={options.debug!r} needs debugpy (extra: debug)"))
-        # An IDE does not hear ranks of other machines.
-        way = _way_of(options.debug) or ("" if options.engine is not None else ide_of_caller.address())
+        # Ranks on other machines do not reach the IDE.
+        way = _way_of(options.debug) or ("" if options.engine is not None else _ide_of_caller())
         self.section = DebugTerms(way) if way else None
 
     def planned(self, spec: LaunchSpec) -> None:
@@ -41,13 +44,31 @@ class DebuggedCall(CallerPart):
 
 
 def adapt(options: Options) -> Options:
-    """Return the options of a call without clocks, which would count while somebody reads."""
+    """Return the options without limits, which would pass while somebody reads."""
     if not options.debug:
         return options
     deadline = options.deadline if options.debug is True else None  # it is held while there is a prompt
     stall = None if load.is_there("insight") else options.stall
-    # A line that changes would stand below the prompt.
+    # No line that changes: it would come below the prompt.
     return options.replaced({"timeout": None, "deadline": deadline, "stall": stall, "progress": False})
+
+
+def _ide_of_caller() -> str:
+    """Return where the IDE that debugs this process awaits its children, as ``rank/ide.py`` reads it; "": nowhere."""
+    setup = getattr(getattr(sys.modules.get("pydevd"), "SetupHolder", None), "setup", None) or {}
+    debugpy = getattr(sys.modules.get("debugpy"), "__file__", None)
+    if not setup.get("multiprocess") or debugpy is None:
+        return ""
+    found = {
+        "host": setup["client"],
+        "port": setup["port"],
+        "server_token": setup.get("access-token"),
+        "client_token": setup.get("client-access-token"),
+        "parent": os.getpid(),
+        # An IDE brings its own debugpy, which is not among the user's packages.
+        "path": os.path.dirname(os.path.dirname(debugpy)),
+    }
+    return json.dumps(found)
 
 
 def _way_of(debug: bool | str) -> str:
@@ -58,20 +79,20 @@ def _way_of(debug: bool | str) -> str:
 
 
 def part(options: Options, _spell: Spell) -> DebuggedCall:
-    """Return what a call has whose ranks are debugged."""
+    """Return the part of a call whose ranks are debugged."""
     return DebuggedCall(options)
 
 
 def noted(news: Visited, name: str) -> Note:
-    """Return what a launch notes of a visitor who comes, or goes: no limit counts meanwhile."""
-    by = "by" if news.held else "no more: it was by"
-    return Note(f"{name} is debugged {by} mlaunch debug (pid {news.pid})", holds=news.held)
+    """Return a launch's note of a visitor that comes or goes; no limit counts meanwhile."""
+    state = "is" if news.held else "is no longer"
+    return Note(f"{name} {state} debugged by mlaunch debug (pid {news.pid})", holds=news.held)
 
 
 def handle(sections: Mapping[str, object], usual: type[LaunchHandle]) -> type[LaunchHandle]:
-    """Return what drives a launch with these sections."""
+    """Return the class that drives a launch with these sections."""
     if not has_prompts(sections):
         return usual
-    from mlaunch.debug.caller.debugged_handle import DebuggedHandle  # for this alone
+    from mlaunch.debug.caller.debugged_handle import DebuggedHandle  # only for this
 
     return DebuggedHandle

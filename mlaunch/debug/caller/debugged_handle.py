@@ -1,4 +1,4 @@
-"""A launch whose caller debugs: between its steps it asks the user what ranks are to do that have stopped."""
+"""A launch whose caller debugs: between its steps, the user says what ranks that have stopped do next."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlaunch.caller.launch.handle import LaunchHandle
 from mlaunch.caller.output.relay import Events
 from mlaunch.caller.report import notebook
 from mlaunch.debug.caller import asking
-from mlaunch.debug.caller.stopped_ranks import StoppedRanks, question
+from mlaunch.debug.caller.prompts import StoppedRanks, question
 from mlaunch.debug.wire import NAME, HoldDeadline, OpenPrompt
 from mlaunch.protocol import failures, visitors
 from mlaunch.protocol.channel import Channel
@@ -21,11 +21,11 @@ from mlaunch.protocol.messages import AgentSays, ForPart, Question, RankStarted,
 if TYPE_CHECKING:
     from mlaunch.debug.wire import DebuggersEnd
 
-_WHO = -1  # the number of a question that the watch for stalls does not ask
+_WHO = -1  # the number of this question; the watch for stalls uses others
 
 
 class DebuggedHandle(LaunchHandle):
-    """Driven by ``wait`` alone, in the main thread."""
+    """Driven only by ``wait``, in the main thread."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -33,14 +33,14 @@ class DebuggedHandle(LaunchHandle):
         self._prompts = self._stopped.prompts
         self._goes_on = True
         self._holds = False  # the deadline
-        self._tells_who = False  # to the user, once the agent has told it
+        self._tells_who = False  # the user has asked for "who", and the agent has not answered yet
 
     def timeout(self) -> float | None:
         due = (super().timeout(), None if self._is_busy else self._prompts.timeout())
         return min((seconds for seconds in due if seconds is not None), default=None)
 
     def step(self, readable: Events | None = None) -> bool:
-        """Takes in what has come; then it asks the user, if a rank waits for that. False after the last word."""
+        """Take what has come; then ask the user, if a rank waits for that. False after the last word."""
         self._goes_on = super().step(readable)
         while self._goes_on and not self._is_busy and (found := self._prompts.next()) is not None:
             self._ask(*found)
@@ -83,7 +83,7 @@ class DebuggedHandle(LaunchHandle):
             if channel.fileno() in ready and not self._stopped.hear(rank):
                 self.relay.unwatch(channel.fileno())
                 self._stopped.channels.pop(rank).close()
-        # Somebody thinks at a prompt for longer than a deadline lasts, so it stands still, here and in the agent.
+        # People think at a prompt for longer than a deadline lasts, so it does not count, here and in the agent.
         if self._prompts.are_open != self._holds and not self._is_ending:
             self._holds = self._prompts.are_open
             self._limits.hold(self._holds)
@@ -96,8 +96,8 @@ class DebuggedHandle(LaunchHandle):
     # What the user says
 
     def _ask(self, rank: int, prompt: str) -> None:
-        """Asks for a line at the prompt of a rank, and does what it says."""
-        # Else what ranks have printed would come into the line that is typed.
+        """Ask for a line at the prompt of a rank, and obey it."""
+        # Otherwise output of ranks would come into the line that the user types.
         self.relay.output.console.wait()
         try:
             line = asking.ask(prompt, functools.partial(self._drive, rank))
@@ -110,7 +110,7 @@ class DebuggedHandle(LaunchHandle):
         self.agent.try_send(Question(_WHO, question()))
 
     def _drive(self, rank: int, over: int) -> bool:
-        """Drives the launch until ``over`` can be read; False if the rank waits for no answer any more."""
+        """Drive the launch until ``over`` can be read; False if the rank no longer waits for an answer."""
         while over not in linux.wait_readable([self.fileno(), over], super().timeout()):
             self._goes_on = super().step()
             if not self._goes_on or self._is_ending or rank not in self._prompts.stopped():

@@ -1,4 +1,4 @@
-"""A debugger at ranks of a launch that this process has not made (``mlaunch debug``), over the launch's own socket."""
+"""``mlaunch debug``: debug ranks of a launch that another process has made, over the launch's own socket."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlaunch.base import linux
 from mlaunch.base.text import in_two_units, name_ranks
 from mlaunch.caller import running_launches
 from mlaunch.debug.caller import asking
-from mlaunch.debug.caller.stopped_ranks import StoppedRanks, question, view_of
+from mlaunch.debug.caller.prompts import StoppedRanks, question, view_of
 from mlaunch.debug.wire import COME, NAME, QUIT, stop_word
 from mlaunch.protocol import visitors
 from mlaunch.protocol.channel import Channel
@@ -22,20 +22,20 @@ from mlaunch.protocol.visitors import VISIT
 if TYPE_CHECKING:
     from mlaunch.debug.wire import DebuggersEnd
 
-_ANSWER_TIMEOUT = 5.0  # seconds for an agent to take who comes
-_MOMENT = 1.0  # seconds in which a rank that runs Python has stopped
+_ANSWER_TIMEOUT = 5.0  # seconds for an agent to answer a visitor
+_MOMENT = 1.0  # seconds in which a rank that runs Python stops
 
 
 class LaunchParts:
-    """The parts of a launch that are on this machine, each with an agent; mostly one.
+    """The parts of a launch on this machine, each with an agent; mostly one.
 
-    ``names``: theirs in the registry. As long as this is open, their limits are lifted.
+    ``names``: in the registry. While this is open, limits in the ranks are lifted.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
         self._open: list[socket.socket] = []
         self._of_rank: dict[int, str] = {}
-        self.told: list[Mapping[str, Any]] = []  # by each
+        self.told: list[Mapping[str, Any]] = []  # each agent's answer
         try:
             for name in names:
                 self._enter(name)
@@ -57,13 +57,13 @@ class LaunchParts:
         self.told.append({**terms, "ranks": told["ranks"]})
 
     def attach(self, rank: int) -> DebuggersEnd:
-        """Returns a channel to a rank, which stops at its next line."""
+        """Return a channel to a rank, and stop it at its next line."""
         connection = running_launches.connect(self._of_rank[rank])
         connection.send(_saying(stop_word(rank)))
         return Channel.adopt(connection.detach())
 
     def end(self) -> list[str]:
-        """End the launch, and wait for that; return why parts of it refuse to."""
+        """End the launch, and wait for that; return the reasons of parts that refuse."""
         with contextlib.ExitStack() as stack:
             names = dict.fromkeys(self._of_rank.values())
             found = [stack.enter_context(running_launches.connect(name)) for name in names]
@@ -71,14 +71,14 @@ class LaunchParts:
         return [answer["refused"] for answer in answers if answer is not None]
 
     def close(self) -> None:
-        """Leaves: all is as before."""
+        """Leave: limits are as before."""
         for connection in self._open:
             connection.close()
         self._open.clear()
 
 
 class AttachedRanks:
-    """Talks with ranks until there are none, or the user leaves. ``write`` shows a text."""
+    """The ranks that this process debugs. ``write`` shows a text."""
 
     def __init__(self, launch_id: str, name: str, parts: LaunchParts, write: Callable[[str], None]) -> None:
         self._launch_id = launch_id
@@ -88,11 +88,11 @@ class AttachedRanks:
         self._stopped = StoppedRanks(name, write, self._tell_who)
         self._prompts = self._stopped.prompts
         self._begun = time.monotonic()
-        self._late_at: float | None = None  # when the user is told of ranks that have not stopped
+        self._late_at: float | None = None  # when to name the ranks that have not stopped
         self._awaited: set[int] = set()  # ranks that have not stopped yet
 
     def attach(self, ranks: Sequence[int]) -> None:
-        """Asks these to stop."""
+        """Ask these ranks to stop."""
         for rank in ranks:
             self._stopped.channels[rank] = self._parts.attach(rank)
         self._awaited = set(ranks)
@@ -105,7 +105,7 @@ class AttachedRanks:
             self._write(_ELSEWHERE)
 
     def run(self) -> None:
-        """Talks. KeyboardInterrupt: the user leaves, and ranks go on."""
+        """Talk with ranks until they are gone. KeyboardInterrupt: the user leaves, and the ranks continue."""
         while self._stopped.channels:
             self._take(linux.wait_readable(self._fds(), self._timeout()))
             if self._prompts.quit is not None:
@@ -118,7 +118,7 @@ class AttachedRanks:
                 self._ask(*found)
 
     def close(self) -> None:
-        """Lets ranks go on."""
+        """Close the channels: the ranks continue."""
         self._stopped.close()
 
     def _fds(self) -> list[int]:
@@ -140,7 +140,7 @@ class AttachedRanks:
             self._stopped.obey(asking.ask(prompt, functools.partial(self._drive, rank)), rank)
 
     def _drive(self, rank: int, over: int) -> bool:
-        """Hears ranks until ``over`` can be read; False if the rank waits for no answer any more."""
+        """Take what ranks send until ``over`` can be read; False if the rank no longer waits for an answer."""
         while over not in (ready := linux.wait_readable([*self._fds(), over], None)):
             self._take(ready)
             if rank not in self._prompts.stopped():
@@ -150,16 +150,16 @@ class AttachedRanks:
     def _end(self) -> None:
         self._write("".join(f"{refused}\n" for refused in self._parts.end()) or "ended\n")
 
-    def _look(self) -> list[Mapping[str, Any]]:
-        """Asks what all ranks do."""
+    def _status(self) -> list[Mapping[str, Any]]:
+        """Ask what all ranks do."""
         return [rank for launch in running_launches.ask(question(), self._launch_id) for rank in launch["ranks"]]
 
     def _tell_who(self) -> None:
-        self._stopped.tell_who(self._look())
+        self._stopped.tell_who(self._status())
 
     def _tell_late(self) -> None:
-        """Says what ranks do that have not stopped, since they run no Python."""
-        for rank in self._look() if self._awaited else []:
+        """Print what the ranks do that have not stopped, as they run no Python."""
+        for rank in self._status() if self._awaited else []:
             if rank["rank"] in self._awaited:
                 since = in_two_units(time.monotonic() - self._begun)
                 doing = view_of(rank).doing
@@ -173,13 +173,13 @@ def _saying(word: str) -> bytes:
 _ARMED = "It stops at the next one; Ctrl-C leaves it"
 _HOW = (
     "limits of collectives that begin from now on do not count meanwhile, nor does the deadline. Ctrl-C and detach "
-    "leave, and ranks go on; q ends the launch"
+    "leave, and the ranks continue; q ends the launch"
 )
-_ELSEWHERE = "there are ranks on other machines, which this does not reach: their limits and the deadline count there\n"
+_ELSEWHERE = "ranks on other machines cannot be debugged from here: there, limits and the deadline count\n"
 
 
 def _waits(rank: Mapping[str, Any], limit: float | None) -> str:
-    """Says of a rank that waits in a collective until when it does; "" of others."""
+    """Return until when a rank waits that is in a collective; "" for others."""
     view = view_of(rank)
     if not view.operation or limit is None:
         return ""

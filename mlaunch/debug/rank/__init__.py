@@ -1,4 +1,4 @@
-"""A debugger in a rank, whose prompt is where its caller has called, or a visitor's."""
+"""A debugger in a rank, with its prompt in the caller's terminal or a visitor's."""
 
 from mlaunch.debug.rank.debugged_rank import at_breakpoint as at_breakpoint
 from mlaunch.debug.rank.debugged_rank import hear as hear

@@ -1,4 +1,4 @@
-"""What ``breakpoint()`` does in a rank."""
+"""``breakpoint()`` in a rank."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mlaunch.debug.rank.debugger import Debugger
+    from mlaunch.debug.rank.rank_pdb import Debugger
 
 _USUAL = {"", "pdb.set_trace"}  # of PYTHONBREAKPOINT
 
 
 class BreakpointHook:
-    """Is ``sys.breakpointhook`` in a rank, whose process is ``pid``. ``debugger`` None: nobody debugs."""
+    """``sys.breakpointhook`` of a rank, whose process is ``pid``. ``debugger`` None: nobody debugs."""
 
     def __init__(self, who: str, debugger: Debugger | None, pid: int) -> None:
         self._who = who
@@ -23,21 +23,21 @@ class BreakpointHook:
 
     @property
     def __call__(self) -> Callable[..., Any]:
-        """What is called in its place: what PYTHONBREAKPOINT says, or what opens a prompt.
+        """The function that runs instead: what PYTHONBREAKPOINT says, or what opens a prompt.
 
-        It is returned and not called here: a debugger that stops in its caller's frame would find one of ours.
+        It is not called here: a debugger that stops in its caller's frame would stop in mlaunch's.
         """
-        # Asked at each breakpoint(), as Python does: a program may set it while it runs.
+        # Read at each breakpoint(), as Python does: a program may set it while it runs.
         is_usual = os.environ.get("PYTHONBREAKPOINT", "") in _USUAL
         return self._open_prompt if is_usual else sys.__breakpointhook__
 
     def _open_prompt(self, *_args: Any, **_kwargs: Any) -> None:
-        """Opens a prompt at the line that calls it.
+        """Open a prompt at the line that calls it.
 
         Raises:
             RuntimeError: There is nobody to ask.
         """
-        # A child has the rank's channel open as well: the two would take each other's lines from it.
+        # A child has the rank's channel open, too, and the two would take each other's lines.
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"breakpoint() in process {os.getpid()}, a child of {self._who}: only the rank itself has a prompt. "

@@ -20,18 +20,18 @@ from mlaunch.protocol.channel import TEXT_LIMIT, Channel
 from mlaunch.rank.setup import device, group
 
 if TYPE_CHECKING:
-    from mlaunch.debug.rank.debugger import Debugger
     from mlaunch.debug.rank.ide import FollowedSession, IdeSession
+    from mlaunch.debug.rank.rank_pdb import Debugger
     from mlaunch.debug.wire import RanksEnd
     from mlaunch.protocol.spec import LaunchSpec
     from mlaunch.torch_parts.limits import HeldLimits
 
-_given: queue.SimpleQueue[RanksEnd] = queue.SimpleQueue()  # by the caller, to this rank
-_held: list[HeldLimits] = []  # made when somebody visits first
+_given: queue.SimpleQueue[RanksEnd] = queue.SimpleQueue()  # the channel to the caller
+_held: list[HeldLimits] = []  # one, once somebody visits
 
 
 class DebuggedRank(RankPart):
-    """``way``: as in DebugTerms."""
+    """The feature's part of a rank. ``way``: as in DebugTerms."""
 
     def __init__(self, way: str, rank: int) -> None:
         self._way, self._rank = way, rank
@@ -43,7 +43,7 @@ class DebuggedRank(RankPart):
         return {}
 
     def before_join(self) -> None:
-        # Before the ranks join: the limit of a collective in which others wait already cannot be changed.
+        # Before the ranks join: the limit of a collective that others are in already cannot be changed.
         group.lift_limits()
         self._session = self._debugger() if self._way == PROMPT else self._ide()
 
@@ -54,10 +54,10 @@ class DebuggedRank(RankPart):
         return lambda *args, **kwargs: session.run(function, *args, **kwargs)
 
     def _debugger(self) -> Debugger:
-        from mlaunch.debug.rank.debugger import Debugger  # imports pdb
+        from mlaunch.debug.rank.rank_pdb import Debugger  # imports pdb
 
         channel = _given.get()
-        close_in_forks(channel)  # the two would take each other's lines from it
+        close_in_forks(channel)  # a fork would take lines from it
         debugger = Debugger(channel, self._rank, self._who)
         sys.breakpointhook = BreakpointHook(self._who, debugger, os.getpid())
         debugger.install()
@@ -72,17 +72,17 @@ class DebuggedRank(RankPart):
 
 
 def part(section: object, rank: int) -> DebuggedRank:
-    """Return what a launch that is debugged has in each rank."""
+    """Return the part of a rank that is debugged."""
     return DebuggedRank(cast(DebugTerms, section).way, rank)
 
 
 def at_breakpoint(who: str, pid: int) -> Callable[..., Any]:
-    """Return what ``breakpoint()`` calls in a rank that nobody debugs, or in a child of it. ``pid``: the rank's."""
+    """Return what ``breakpoint()`` calls in a rank that nobody debugs, or in its child. ``pid``: the rank's."""
     return BreakpointHook(who, None, pid).__call__
 
 
 def hear(word: OpenPrompt | HoldLimits, fd: int = -1) -> None:
-    """Take who debugs, or that somebody comes or goes. Called by the control thread."""
+    """Take a debugger's channel, or note that a visitor comes or goes. Called by the control thread."""
     if isinstance(word, HoldLimits):
         _hold_limits(word.held)
     elif word.at_once:
@@ -92,12 +92,12 @@ def hear(word: OpenPrompt | HoldLimits, fd: int = -1) -> None:
 
 
 def _let_attach(word: OpenPrompt, fd: int) -> None:
-    """Have this rank debugged by who has come."""
+    """Let a visitor debug this rank."""
     try:
         from mlaunch.debug.rank import visit  # imports pdb
 
         visit.begin(os.dup(fd), word.rank, word.who)
-    except Exception as error:  # a user's module in place of Python's, or no descriptor is left
+    except Exception as error:  # a user's module shadows Python's, or no descriptor is left
         told = f"{word.who} cannot be debugged: {type(error).__name__}: {error}"[:TEXT_LIMIT]
         visitor: RanksEnd = Channel.adopt(os.dup(fd))
         visitor.try_send(PromptSays(f"{told}\n"))
@@ -106,7 +106,7 @@ def _let_attach(word: OpenPrompt, fd: int) -> None:
 
 
 def _hold_limits(held: bool) -> None:
-    """Lift limits for who debugs, or give them back once nobody does, nor talks with this rank."""
+    """Lift limits for a visitor; restore them, and end the visit, once it has gone."""
     if held or _held:
         from mlaunch.torch_parts.limits import HeldLimits
 

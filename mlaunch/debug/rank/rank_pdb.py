@@ -1,19 +1,26 @@
-"""Python's own debugger, with the launcher's frames left out, and with words for what ends a launch."""
+"""Python's own debugger in a rank: without mlaunch's frames, and with words for several ranks and the launch's end."""
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import linecache
 import os
 import pdb
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.frames import innermost_users, is_bottom, is_ours
 from mlaunch.debug.rank.talk import Talk
 from mlaunch.debug.wire import Onward
+from mlaunch.rank import remote_error
+from mlaunch.rank.setup import group
+
+if TYPE_CHECKING:
+    from mlaunch.debug.wire import RanksEnd
 
 _Stack = list[tuple[FrameType, int]]
 _STEPS = {"next", "n", "step", "s", "until", "unt", "return", "r", "jump", "j", "continue", "cont", "c"}
@@ -21,19 +28,18 @@ _SEVERAL = """\
 all COMMAND         gives a command to all ranks that have stopped ("all n")
 ranks 1,3 COMMAND   gives it to some of them
 switch 2            goes to the prompt of rank 2
-who                 says where each rank is"""
+who                 shows where each rank is"""
 _CONTEXT = 5  # lines of source, as IPython's debugger shows
-_FAILED = "the function has failed here and cannot go on; look around, q ends the launch"
+_FAILED = "the function has failed here and cannot continue; look around, q ends the launch"
 
 
 class RankPdb(pdb.Pdb):
-    """A debugger of one thread of a rank. ``failed``: of an exception that nobody has caught."""
+    """The debugger of one thread of a rank. ``failed``: at an exception that nobody has caught."""
 
     def __init__(self, talk: Talk, *, failed: bool = False) -> None:
-        with _without_readline():  # which would set up a terminal that this process has not
+        with _without_readline():  # it would set up a terminal, which this process does not have
             file: Any = talk
-            # nosigint: Ctrl-C is the caller's, who has the terminal; readrc: a .pdbrc could stop a rank that nobody
-            # sees.
+            # nosigint: Ctrl-C is for the caller, who has the terminal; readrc: a .pdbrc could stop a rank unseen.
             super().__init__(stdin=file, stdout=file, skip=["mlaunch", "mlaunch.*"], nosigint=True, readrc=False)
         self._talk = talk
         self._failed = failed
@@ -41,17 +47,17 @@ class RankPdb(pdb.Pdb):
         self.detached = False
 
     def interaction(self, frame: FrameType | None, *trace: Any) -> None:
-        """Talks until the rank is to go on."""
+        """Talk until the rank is to continue."""
         stack, index = self.get_stack(frame, _traceback_of(*trace))
         with self._talk.turn(place_of(stack[index][0], stack[index][1])):
             self._talk.how = Onward.STEPS
             super().interaction(frame, *trace)
 
     def get_stack(self, f: FrameType | None, t: TracebackType | None) -> tuple[_Stack, int]:
-        """Returns the frames of the user and of libraries, and which is the present one: after a failure the user's."""
+        """Return the frames of the user and of libraries, and the present one's index: after a failure the user's."""
         stack, index = super().get_stack(f, t)
         files = [frame.f_code.co_filename for frame, _ in stack]
-        # Of our own frames above the bottom (a collective of mlaunch.comm) the user's line is the one to be in.
+        # Not in mlaunch's own frames above the bottom (a collective of mlaunch.comm), but at the user's line.
         bottom = max((i for i, file in enumerate(files) if is_bottom(file)), default=-1)
         kept = [i for i in range(bottom + 1, len(stack)) if not is_ours(files[i])] or [len(stack) - 1]
         inward = [i for i in reversed(kept) if i <= index] or kept[:1]
@@ -60,11 +66,11 @@ class RankPdb(pdb.Pdb):
         return [stack[i] for i in kept], kept.index(present)
 
     def print_stack_entry(self, frame_lineno: tuple[FrameType, int], prompt_prefix: str = "\n-> ") -> None:
-        """Shows a place: as IPython's debugger does where its colours are to be had, as pdb does elsewhere."""
+        """Show a place: as IPython's debugger does if colours are available, else as pdb does."""
         frame, line = frame_lineno
         lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
-        # The look of IPython's debugger and not its class: to make one takes 0.9 s in a rank (import 0.3, its shell
-        # 0.6; Python 3.11, IPython 9.18, two busy cores), a directory and a database of history.
+        # Only like IPython's debugger, not its class: to make one takes 0.9 s in a rank (import 0.3, its shell 0.6;
+        # Python 3.11, IPython 9.18, two busy cores), a directory and a database of history.
         if (colour := _colours()) is None or not 0 < line <= len(lines):
             super().print_stack_entry(frame_lineno, prompt_prefix)
             return
@@ -75,9 +81,9 @@ class RankPdb(pdb.Pdb):
             self.message(f"{arrow}{number:5} {colour(lines[number - 1].rstrip())}")
 
     def onecmd(self, line: str) -> bool:
-        """Obeys a command; one that steps is none after a failure."""
+        """Obey a command; after a failure, refuse one that steps."""
         if self._failed and line.split()[:1] and line.split()[0] in _STEPS:
-            # From habit people continue after a failure, and mean to be done with it.
+            # Out of habit people type continue after a failure to be done with it.
             if line.split()[0].startswith("c"):
                 return self.do_quit(line)
             self.error(_FAILED)
@@ -95,7 +101,7 @@ class RankPdb(pdb.Pdb):
     def do_detach(self, _arg: str) -> bool:
         """detach
 
-        Let this rank go on by itself: it stops at no breakpoint any more, and fails as without a debugger.
+        Let this rank run without the debugger: it stops at no breakpoint, and fails as usual.
         """
         self.detached = True
         self.clear_all_breaks()
@@ -104,7 +110,7 @@ class RankPdb(pdb.Pdb):
     def do_quit(self, arg: str) -> bool:  # noqa: ARG002 - the base has it
         """q(uit)
 
-        End the launch: all its ranks are stopped. After a failure that is raised where the launch was called.
+        End the launch: all its ranks are stopped. After a failure, it is raised where the launch was called.
         """
         self._talk.how = Onward.FAILS if self._failed else Onward.QUITS
         return True
@@ -126,13 +132,13 @@ class RankPdb(pdb.Pdb):
             super().do_interact(arg)
 
     def help_all(self) -> None:
-        """Tells of the words that the caller obeys."""
+        """Print the words that the caller obeys."""
         self.message(_SEVERAL)
 
     def do_EOF(self, arg: str) -> bool:
         """EOF
 
-        Handles the end of input as quit.
+        Handle the end of input as quit.
         """
         self.message("")
         return self.do_quit(arg)
@@ -144,10 +150,10 @@ class RankPdb(pdb.Pdb):
 
 
 def _colours() -> Callable[[str], str] | None:
-    """Returns what colours a line of Python; None: the terminal shows none, or they are not to be had."""
+    """Return a function that colours a line of Python; None: the terminal shows no colours, or pygments is missing."""
     if os.environ.get("TERM", "dumb") in {"", "dumb"} or os.environ.get("NO_COLOR"):
         return None
-    try:  # what IPython colours with
+    try:  # as IPython does
         from pygments import highlight  # type: ignore[import-untyped, unused-ignore]
         from pygments.formatters import TerminalFormatter  # type: ignore[import-untyped, unused-ignore]
         from pygments.lexers import PythonLexer  # type: ignore[import-untyped, unused-ignore]
@@ -158,12 +164,12 @@ def _colours() -> Callable[[str], str] | None:
 
 
 def place_of(frame: FrameType, line: int) -> str:
-    """Says where that is; the caller knows a shorter name for the file."""
+    """Return a place as text; the caller shortens the file's name."""
     return f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
 
 
 def _traceback_of(found: Any = None) -> TracebackType | None:
-    """Returns the traceback of what ``interaction`` gets: from Python 3.13 on an exception."""
+    """Return the traceback in what ``interaction`` gets: an exception from Python 3.13 on."""
     return found.__traceback__ if isinstance(found, BaseException) else found
 
 
@@ -178,3 +184,74 @@ def _without_readline() -> Iterator[None]:
         del modules["readline"]
         if before is not None:
             modules["readline"] = before
+
+
+class Debugger:
+    """A rank whose caller debugs: it stops at ``breakpoint()`` and at its failure, and asks what to do.
+
+    Made once in a rank, before it joins its group. ``who``: "rank 1 of train()".
+    """
+
+    def __init__(self, channel: RanksEnd, rank: int, who: str) -> None:
+        self._talk = Talk(channel, rank)
+        self._who = who
+        self._pid = os.getpid()
+        self._of_threads: dict[int, RankPdb] = {}
+        self._has_examined = False
+
+    def install(self) -> None:
+        """Have ``input`` ask the caller and ``pdb.set_trace`` stop as ``breakpoint`` does; lift limits."""
+        sys.settrace(None)  # a debugger of the caller's, if this process is a fork of it
+        threading.settrace(None)
+        # A rank has no standard input; the caller's terminal is at the other end of the channel.
+        builtins.input = self._input(builtins.input)
+        pdb.set_trace = sys.breakpointhook
+        group.lift_limits()
+
+    def stop_at(self, frame: FrameType) -> None:
+        """Open a prompt at the next line of this frame, in this thread."""
+        if not self._is_detached():
+            thread = threading.get_ident()
+            if thread not in self._of_threads:
+                self._of_threads[thread] = self.make_debugger()
+            self._of_threads[thread].set_trace(frame)
+
+    def make_debugger(self) -> RankPdb:
+        """Return a debugger for this thread."""
+        return RankPdb(self._talk)
+
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run the function, and open a prompt where it fails."""
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            # First: it would trace mlaunch's frames on the way out.
+            sys.settrace(None)
+            if not self._has_examined:
+                self.examine(error)
+            raise
+        finally:
+            sys.settrace(None)
+
+    def step_into(self, function: Callable[..., Any], **values: Any) -> Any:
+        """Run the function, with a prompt at its first line."""
+        return self._of_threads.setdefault(threading.get_ident(), RankPdb(self._talk)).runcall(function, **values)
+
+    def examine(self, error: BaseException) -> None:
+        """Open a prompt where an exception was raised, if that was in this rank; return when it is to propagate."""
+        # If ranks fail because of another one, only that one asks.
+        if os.getpid() != self._pid or self._is_detached() or remote_error.is_of_another(str(error)):
+            return
+        self._has_examined = True
+        debugger = RankPdb(self._talk, failed=True)
+        with self._talk.turn(""):
+            said = str(error).partition("\n")[0]
+            self._talk.write(f"{self._who} raised {type(error).__name__}{': ' if said else ''}{said}\n")
+            debugger.interaction(None, error.__traceback__)
+
+    def _is_detached(self) -> bool:
+        return any(debugger.detached for debugger in self._of_threads.values())
+
+    def _input(self, usual: Callable[..., str]) -> Callable[..., str]:
+        """Return the rank's ``input``; in a child of the rank it is the usual one."""
+        return lambda prompt="", /: self._talk.ask(prompt) if os.getpid() == self._pid else usual(prompt)

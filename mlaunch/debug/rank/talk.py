@@ -1,6 +1,6 @@
-"""What a debugger in a rank reads and writes: lines that travel to the caller, who has the terminal, and back.
+"""The file that a debugger in a rank reads and writes: its lines come from and go to the caller's terminal.
 
-Threads of a rank take turns: whoever has the turn keeps it from its prompt until the rank goes on.
+Threads of a rank take turns: a thread has the turn from its prompt until the rank continues.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ class Talk(io.TextIOBase):
         self._begun = ""  # of a line
         self._place = ""
         self._depth = 0  # of turns that one thread has taken inside each other
-        self.how = Onward.RUNS  # it goes on after this turn
+        self.how = Onward.RUNS  # after this turn
 
     @property
     def prompt(self) -> str:
-        """What stands before a command: who is to obey it."""
+        """The prompt, which says who obeys the command."""
         thread = threading.current_thread()
         of_thread = "" if thread is threading.main_thread() else f", thread {thread.name}"
         return f"(Pdb, rank {self._rank}{of_thread}) "
 
     @contextlib.contextmanager
     def turn(self, place: str) -> Iterator[None]:
-        """Lets this thread alone talk, and tells the caller at its end how the rank goes on."""
+        """Keep other threads from talking; tell the caller at the end how the rank continues."""
         with self._turn:
             before, self._place = self._place, place
             self._depth += 1
@@ -52,24 +52,24 @@ class Talk(io.TextIOBase):
             finally:
                 self._depth -= 1
                 self._place = before
-                # A prompt may open another one (a breakpoint in what is evaluated); the rank goes on after the
+                # A prompt may open another one (a breakpoint in what it evaluates); the rank continues after the
                 # outermost.
                 if not self._depth:
                     self._leave(place)
 
     def write(self, text: str) -> int:
-        """Sends lines as they become whole."""
+        """Send lines once they are whole."""
         lines, end, self._begun = (self._begun + text).rpartition("\n")
         whole = lines + end
-        # A record is one packet of a socket, whose size the kernel bounds.
+        # A record is one packet of a socket, whose size the kernel limits.
         for start in range(0, len(whole), _AT_ONCE):
             self._send(PromptSays(whole[start : start + _AT_ONCE]))
         return len(text)
 
     def readline(self, _size: int | None = -1) -> str:  # type: ignore[override]  # text, not bytes
-        """Asks for a line, with what was written last before it. Returns "" if no more come."""
+        """Ask for a line, with the last unfinished line as its prompt. Return "" if no more come."""
         with contextlib.suppress(Exception):  # what a user's stream raises
-            # What the function has printed before its prompt is to stand above it.
+            # So that what the function has printed before comes above the prompt.
             sys.stdout.flush()
         prompt, self._begun = self._begun, ""
         self._send(PromptAsks(prompt[-_AT_ONCE:], self._place))
@@ -77,7 +77,7 @@ class Talk(io.TextIOBase):
         return "" if text is None else f"{text}\n"
 
     def ask(self, prompt: object = "", /) -> str:
-        """Does what ``input`` does, as user code calls it. Raises EOFError if no more lines come."""
+        """Do what ``input`` does for user code. EOFError if no more lines come."""
         with self.turn(""):
             self.write(f"[{self._rank}] {prompt}")
             line = self.readline()
@@ -89,7 +89,7 @@ class Talk(io.TextIOBase):
         if self._begun:
             self.write("\n")
         self._send(PromptLeft(self.how, place))
-        # Not even a user's finally: it may enter a collective to which nobody comes.
+        # Not even a user's finally may run: it may enter a collective alone.
         if self.how is Onward.QUITS:
             self._wait_for_end()
 
@@ -103,10 +103,10 @@ class Talk(io.TextIOBase):
             return self._lose()
 
     def _lose(self) -> PromptLine:
-        """Takes in that the caller is gone, or has no more use for us: the agent is about to end this process."""
+        """End this process: the caller is gone or has closed the channel, and the agent is about to end it anyway."""
         os._exit(1)
 
     def _wait_for_end(self) -> NoReturn:
-        """Does nothing any more: no user code runs until the agent ends this process."""
+        """Run no more user code until the agent ends this process."""
         while True:
             self._receive()

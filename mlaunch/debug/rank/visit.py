@@ -1,9 +1,9 @@
-"""A debugger that comes to a running rank from another terminal (``mlaunch debug``), and goes again.
+"""A debugger that visits a running rank from another terminal (``mlaunch debug``).
 
     control thread --asks the interpreter--> main thread, between two instructions: traces from here on
     --next line of user code--> a prompt, as at breakpoint()  --detach, or the visitor is gone--> as before
 
-A main thread inside C is not disturbed: it stops once that has returned.
+A main thread inside C code is not disturbed: it stops once that has returned.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.frames import is_bottom, is_library, is_ours
 from mlaunch.debug.rank.breakpoints import BreakpointHook
-from mlaunch.debug.rank.debugger import Debugger
-from mlaunch.debug.rank.rank_pdb import RankPdb
+from mlaunch.debug.rank.rank_pdb import Debugger, RankPdb
 from mlaunch.debug.rank.talk import Talk
 from mlaunch.debug.wire import Onward, PromptLine
 from mlaunch.protocol.channel import Channel
@@ -35,17 +34,17 @@ if TYPE_CHECKING:
 _GENERATED = "<string>"
 _Task = Callable[[FrameType | None], None]
 _tasks: collections.deque[_Task] = collections.deque()  # for the main thread
-_asked = [False]  # the main thread is to look at them, or does
+_asked = [False]  # True: the main thread runs them, or will
 _present: list[Visit] = []  # at most one
 
 
 def begin(fd: int, rank: int, who: str) -> None:
-    """Lets this rank stop at its next line, and talk with who has the other end of this socket.
+    """Stop this rank at its next line, and talk with the visitor at the other end of this socket.
 
     ``who``: "rank 1 of train()". Called by the control thread.
     """
     channel: RanksEnd = Channel.adopt(fd)
-    if _present:  # its visitor has gone a moment ago
+    if _present:  # the last visitor has just left
         _present[0].end()
     visit = Visit(channel, rank, who)
     _present.append(visit)
@@ -53,30 +52,30 @@ def begin(fd: int, rank: int, who: str) -> None:
 
 
 def end() -> None:
-    """Lets the rank go on as before, whatever it does. Called by the control thread."""
+    """Have the rank continue as before the visit. Called by the control thread."""
     if _present:
         visit = _present[0]
         _in_main_thread(lambda _frame: visit.leave())
 
 
 class Visit(Debugger):
-    """Made by the control thread; all else happens in the rank's others."""
+    """One visit. The control thread makes it; all else happens in the rank's other threads."""
 
     def __init__(self, channel: RanksEnd, rank: int, who: str) -> None:
         super().__init__(channel, rank, who)
         self._channel = channel
         self._talk = VisitorsTalk(channel, rank)
-        self._hooks: tuple[Any, Any] | None = None  # those of before
+        self._hooks: tuple[Any, Any] | None = None  # as they were before
 
     def arm(self) -> None:
-        """Asks the main thread to stop."""
+        """Ask the main thread to stop."""
         _in_main_thread(self._stop)
 
     def make_debugger(self) -> RankPdb:
         return VisitorsPdb(self._talk, self)
 
     def leave(self) -> None:
-        """Ends the visit, in the main thread, also where breakpoints are left."""
+        """End the visit, in the main thread, with all breakpoints."""
         # First: a trace function that meets a closed channel would raise in user code.
         sys.settrace(None)
         for debugger in self._of_threads.values():
@@ -85,19 +84,19 @@ class Visit(Debugger):
         self.end()
 
     def end(self) -> None:
-        """Leaves everything as it was before."""
+        """Restore everything as it was before."""
         if self in _present:
             _present.remove(self)
         if self._hooks is not None and os.getpid() == self._pid:
             sys.breakpointhook, pdb.set_trace = self._hooks
             self._hooks = None
-        # A thread that is at its prompt hears from the channel that the visitor is gone, and ends the visit after that:
-        # closed under its hands, the channel would raise in user code.
+        # A thread at its prompt reads from the channel that the visitor is gone, and ends the visit after that: if the
+        # channel were closed here, it would raise in user code.
         if not any(isinstance(one, VisitorsPdb) and one.asks for one in list(self._of_threads.values())):
             self._channel.close()
 
     def _stop(self, frame: FrameType | None) -> None:
-        # The visitor may have gone before the main thread came out of C.
+        # The visitor may have left before the main thread returned from C.
         if self not in _present or frame is None:
             return
         self._hooks = sys.breakpointhook, pdb.set_trace
@@ -107,11 +106,11 @@ class Visit(Debugger):
 
 
 class VisitorsTalk(Talk):
-    """Knows no caller who would end the launch: where the visitor is gone, the rank goes on."""
+    """A visitor's file: if the visitor is gone, the rank continues."""
 
     def __init__(self, channel: RanksEnd, rank: int) -> None:
         super().__init__(channel, rank)
-        # What leads out of all that a debugger may be doing: a list of commands, or an unfinished statement.
+        # These lead out of anything that a debugger may be reading: a list of commands, or an unfinished statement.
         self._ways_out = itertools.cycle(["end", None])
         self.is_alone = False
 
@@ -129,12 +128,12 @@ class VisitorsTalk(Talk):
 
 
 class VisitorsPdb(RankPdb):
-    """Stops in user code, or in what that has called; in no other that a rank runs."""
+    """Stops in user code, and in what that has called; in no other code of a rank."""
 
     def __init__(self, talk: Talk, visit: Visit) -> None:
         super().__init__(talk)
         self._visit = visit
-        self._arrives = threading.current_thread() is threading.main_thread()  # it has not stopped yet
+        self._arrives = threading.current_thread() is threading.main_thread()  # True until it has stopped
         self.asks = False  # its thread is at a prompt
 
     def stop_here(self, frame: FrameType) -> bool:
@@ -159,19 +158,19 @@ class VisitorsPdb(RankPdb):
         finally:
             self.asks = before
         self._arrives = False
-        # The agent learns from the closed channel that the next visitor may come.
+        # The closed channel tells the agent that the next visitor may come.
         if self.detached:
             self._visit.end()
 
     def get_stack(self, f: FrameType | None, t: TracebackType | None) -> tuple[list[tuple[FrameType, int]], int]:
-        """Returns the frames; the present one is the user's, also where the rank was found inside a library."""
+        """Return the frames; the present one is the user's, also if the rank was stopped inside a library."""
         stack, index = super().get_stack(f, t)
         files = [frame.f_code.co_filename for frame, _ in stack]
         users = [i for i, file in enumerate(files) if not is_library(file) and file != _GENERATED]
         return stack, users[-1] if self._arrives and users else index
 
     def default(self, line: str) -> None:
-        """Runs a statement. What it has given local variables counts in frames below the innermost one, too."""
+        """Run a statement. Local variables that it sets change in outer frames, too."""
         super().default(line)
         if sys.version_info < (3, 13):  # where these are a copy
             ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(self.curframe), ctypes.c_int(0))
@@ -183,14 +182,14 @@ class VisitorsPdb(RankPdb):
     def do_EOF(self, arg: str) -> bool:
         """EOF
 
-        Handles the end of input as detach: who has not begun the launch does not end it by an oversight.
+        Handle the end of input as detach: a visitor does not end the launch by accident.
         """
         self.message("")
         return self.do_detach(arg)
 
     @contextlib.contextmanager
     def _answering(self) -> Iterator[None]:
-        """Lets ``input`` ask the visitor."""
+        """Have ``input`` ask the visitor."""
         before, builtins.input = builtins.input, self._talk.ask
         try:
             yield
@@ -199,7 +198,7 @@ class VisitorsPdb(RankPdb):
 
 
 def _is_users(frame: FrameType | None) -> bool:
-    """Tells whether it is above the launcher's frames, and some frame there is of the user's, or of what he has run."""
+    """True if a frame above the launcher's is of the user's code, or of a module that runs as ``__main__``."""
     while frame is not None and not is_bottom(frame.f_code.co_filename):
         file = frame.f_code.co_filename
         generated = file == _GENERATED  # such as a named tuple's, in our own code
@@ -210,15 +209,15 @@ def _is_users(frame: FrameType | None) -> bool:
 
 
 def _in_main_thread(task: _Task) -> None:
-    """Lets the main thread call it between two instructions, with the frame that it is in; it may take its time."""
+    """Have the main thread call a task between two instructions, with its present frame. Do not wait for it."""
     _tasks.append(task)
-    # One at a time: where a task has begun to trace while another call is pending, Python 3.11 begins that call's first
-    # instruction again and again.
+    # One at a time: if a task begins to trace while another call is pending, Python 3.11 repeats that call's first
+    # instruction for ever.
     if _asked[0]:
         return
     _asked[0] = True
-    # Between two instructions of Python: a signal would make system calls of the user's fail. It needs no ptrace, and
-    # works before Python 3.14.
+    # Not by a signal, which would make system calls of the user's fail. This needs no ptrace, and works before
+    # Python 3.14.
     while ctypes.pythonapi.Py_AddPendingCall(_CALLBACK, None) != 0:  # others have filled the queue, of 32
         os.sched_yield()
 
@@ -230,9 +229,9 @@ def _run_tasks(_argument: object) -> int:
             while _tasks:
                 _tasks.popleft()(frame)
             _asked[0] = False
-            _asked[0] = bool(_tasks)  # one that has come between the two lines before
+            _asked[0] = bool(_tasks)  # one may have come between the last two lines
     finally:
-        _asked[0] = False  # after a task that raises, too: the next visitor is heard
+        _asked[0] = False  # also after a task that raises
     return 0
 
 
