@@ -97,5 +97,5 @@ import pytest
 def test_a(a): pass
 """
     _, printed = run(tmp_path, {"test_it.py": text}, "--collect-only")
-    told = "test_it.py::test_a[1]: the mark ranks(1, 2), given by pytest.param or by a hook, comes too late"
+    told = "test_it.py::test_a[1]: the mark ranks(1, 2) comes from pytest.param or a hook, too late"
     assert told in printed

@@ -327,7 +327,7 @@ def test_a_wrong_sweep_is_raised_where_it_is_begun(monkeypatch: pytest.MonkeyPat
         times.grid(x="adam")
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'x'"):
         times.grid(y=[1])
-    with pytest.raises(TypeError, match="of nothing; allowed: an iterable"):
+    with pytest.raises(TypeError, match="without values; allowed: an iterable"):
         times.map()
     with pytest.raises(TypeError, match="with the parameter 'devices', which is an option of grid"):
         launcher(lambda devices: devices).grid(devices=[[1]])
