@@ -1,1 +1,1 @@
-"""Other libraries' names: MegEngine's, detectron2's and ColossalAI's, so that their scripts port by an import line."""
+"""Names of MegEngine, detectron2 and ColossalAI: their scripts port by changing an import line."""

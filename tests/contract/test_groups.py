@@ -168,7 +168,7 @@ def test_a_world_of_one_runs_here() -> None:
     ("arguments", "words"),
     [
         ({"num_machines": 2}, "dist_url=None with num_machines=2: the machines cannot find each other by this; give "
-                              "the address of machine 0, and a free port there, as dist_url='tcp://10.0.0.1:29500'"),
+                              "machine 0's address and a free port there: dist_url='tcp://10.0.0.1:29500'"),
         ({"num_machines": 2, "dist_url": "auto"}, "dist_url='auto' with num_machines=2: the machines cannot find"),
         ({"num_machines": 2, "machine_rank": 2}, r"machine_rank=2: allowed of 2 machine\(s\): 0 to 1"),
         ({"num_gpus_per_machine": 0}, "num_gpus_per_machine=0: allowed: whole numbers from 1"),

@@ -92,7 +92,8 @@ def test_environments_that_are_not_recognised() -> None:
         (lambda: mlaunch.join_from_slurm("h", 1), "SLURM_PROCID is not set: was this process started by srun? Of "),
         (lambda: mlaunch.join_from_openmpi("h", 1), "OMPI_COMM_WORLD_RANK is not set: was this process started by"),
         (mlaunch.join_from_env, "this process was not started by torchrun, submitit, srun or mpirun, as far as its "
-                                "environment tells (MLAUNCH_JOIN=unset); start it so, or call mlaunch.join()"),
+                                "environment tells (MLAUNCH_JOIN=unset); start it with one of these, or call "
+                                "mlaunch.join()"),
         (lambda: recognise.from_torch({**TORCH, "RANK": "one"}), "RANK='one' in the environment is not a whole"),
         (lambda: recognise.from_openmpi({**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}),
          "mpirun started this process on one of several machines, and does not say where rank 0 is: set MASTER_ADDR"),

@@ -1,1 +1,1 @@
-"""What a process that is no rank calls."""
+"""For processes that are not ranks."""

@@ -1,4 +1,4 @@
-"""``launch``: detectron2's way to call, on the same engine as the decorator."""
+"""detectron2's ``launch``, which runs a function as the decorator does."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ def launch(
     *,
     backend: str | None = None,
 ) -> list[R]:
-    """Runs ``main_func(*args)`` once per device; call it on every machine.
+    """Run ``main_func(*args)`` once per device; call it on every machine.
 
-    In a world of one the function runs in this very process, without a process group. Otherwise each rank is a process,
-    with its device, its process group and ``mlaunch.comm``'s local group ready.
+    In a world of one the function runs in this process, without a process group. Otherwise each rank is a process, with
+    its device, its process group and ``mlaunch.comm``'s local group ready.
 
     Args:
         main_func: The function.
-        num_gpus_per_machine: Ranks on each machine; on a machine without accelerators they are processes on its CPUs.
-        num_machines: Machines.
-        machine_rank: Which of them this is, from 0.
-        dist_url: "tcp://host:port" of machine 0. None or "auto": one machine, a port chosen by the system. On one
-            machine "file://..." means the same, since nothing needs a file there.
+        num_gpus_per_machine: Ranks on each machine; without accelerators they are processes on its CPUs.
+        num_machines: The number of machines.
+        machine_rank: This machine's number, from 0.
+        dist_url: "tcp://host:port" of machine 0. None or "auto": one machine, and the system chooses a port. On one
+            machine, "file://..." does the same: no file is needed.
         args: The function's arguments.
         timeout: Limit in seconds (or a timedelta) for each collective; None: no limit.
-        backend: The process group's, which code that descends from detectron2's passes; None: the device's own. By
-            name only, since its place differs there.
+        backend: The process group's, which some forks of detectron2 pass; None: the device's own. Pass it by name: its
+            position differs there.
 
     Returns:
-        What this machine's ranks returned, in their order. (detectron2 returns None.)
+        The values of this machine's ranks, in the order of ranks. (detectron2 returns None.)
 
     Raises:
-        ValueError: A number that is not allowed; several machines without a ``dist_url`` that they can all reach.
+        ValueError: A number that is not allowed, or several machines without a ``dist_url`` that all can reach.
         Exception: As a call of a function under ``@launcher``.
     """
     _check_number("num_gpus_per_machine", num_gpus_per_machine, 1)
@@ -76,7 +76,7 @@ def _address(url: str | None, machines: int) -> tuple[str, int]:
         if machines > 1:
             raise ValueError(
                 f"dist_url={url!r} with num_machines={machines}: the machines cannot find each other by this; "
-                f"give the address of machine 0, and a free port there, as dist_url='tcp://10.0.0.1:29500'"
+                f"give machine 0's address and a free port there: dist_url='tcp://10.0.0.1:29500'"
             )
         return "localhost", 0
     parts = urlsplit(url)

@@ -1,6 +1,6 @@
-"""A rendezvous server in a process of its own, for processes that no launch has brought together.
+"""A rendezvous server in a process of its own, for processes that do not belong to one launch.
 
-``Server()`` starts one from anywhere; ``python -m mlaunch.compat.caller.server --port 29500`` is one in the foreground.
+``Server()`` starts one; ``python -m mlaunch.compat.caller.server --port 29500`` runs one in the foreground.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _BOOTSTRAP = (
 class Server:
     """A server that lives as long as this process, or until ``close()``. Also a context manager.
 
-    It listens before this returns; clients that come while its process is still importing torch are served then.
-    Clients in this process and in those that it starts from now on find the server's secret in the environment
-    (``MLAUNCH_SECRET_<port>``); others are given it.
+    It listens when the constructor returns; its process serves clients as soon as it has imported torch. Clients in
+    this process, and in processes that it starts from now on, find the server's secret in the environment
+    (``MLAUNCH_SECRET_<port>``); pass it to others.
 
     Args:
-        port: Where to listen; 0: chosen by the system.
-        address: On which address; the default is reached from this machine alone.
+        port: The port to listen on; 0: the system chooses one.
+        address: The address to listen on; the default can be reached only from this machine.
 
     Attributes:
         py_server_port: The port on which it listens.
-        secret: Signs the clients' values. It is drawn for each server, and the server itself does not know it.
+        secret: Signs the clients' values. Each server has a new one, which its process does not know.
 
     Raises:
         OSError: The port is taken, or the address is not this machine's.
@@ -49,24 +49,23 @@ class Server:
         with listen(address, port) as listener:
             self.address, self.py_server_port = listener.getsockname()[:2]
             fd = listener.fileno()
-            # A process of its own: one that hosts the store's thread must never fork, and a user's process may.
+            # A process of its own: one that hosts the store's thread must never fork, which a user's process may do.
             with not_followed():
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", _BOOTSTRAP, "--fd", str(fd), *sys.path],
-                    stdin=subprocess.PIPE,  # its end tells the server that we are gone
+                    stdin=subprocess.PIPE,  # its end tells the server that this process is gone
                     pass_fds=[fd],
-                    # Ctrl-C in a terminal goes to the whole foreground group; when the server ends is its owner's
-                    # decision.
+                    # Ctrl-C in a terminal goes to the whole foreground group; it must not end the server.
                     start_new_session=True,
                 )
         self.secret = secret.draw()
         name = secret.variable(self.py_server_port)
         os.environ[name] = self.secret
-        # Runs at the interpreter's end, too, and before modules are gone, unlike __del__.
+        # Unlike __del__, this runs at the interpreter's end before modules are gone.
         self._close = weakref.finalize(self, _end, self._process, name)
 
     def close(self) -> None:
-        """Ends the server; its clients lose their connection."""
+        """End the server; its clients lose their connection."""
         self._close()
 
     def __enter__(self) -> Server:
@@ -77,7 +76,7 @@ class Server:
 
 
 def serve_until_end_of_input(fd: int) -> None:
-    """Lives the life of a server's process."""
+    """Serve until stdin ends, in a server's process."""
     from mlaunch.rendezvous.tcp_store import serve
 
     store = serve(socket.socket(fileno=fd))
@@ -90,8 +89,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog="python -m mlaunch.compat.caller.server",
         description="Serves mlaunch.Client until it is interrupted.",
     )
-    parser.add_argument("--port", type=int, default=0, help="default: chosen by the system, and printed")
-    parser.add_argument("--address", default=LOOPBACK, help="default: %(default)s, for this machine alone")
+    parser.add_argument("--port", type=int, default=0, help="default: the system chooses one, and it is printed")
+    parser.add_argument("--address", default=LOOPBACK, help="default: %(default)s, only for this machine")
     args = parser.parse_args(argv)
     from mlaunch.rendezvous.tcp_store import serve
 
@@ -110,9 +109,9 @@ def _end(process: subprocess.Popen[bytes], variable: str) -> None:
     os.environ.pop(variable, None)
     if process.stdin is not None:
         process.stdin.close()
-    # At once: the store's thread may hold up an end in good order, and nothing of it is worth keeping.
+    # Not SIGTERM: the store's thread may delay an orderly end, and there is nothing to save.
     process.kill()
-    with contextlib.suppress(subprocess.TimeoutExpired):  # it sits in the kernel, and ends once that is done with it
+    with contextlib.suppress(subprocess.TimeoutExpired):  # it is inside the kernel, and ends when it returns
         process.wait(_KILLED_TIMEOUT)
 
 

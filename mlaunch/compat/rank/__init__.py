@@ -1,1 +1,1 @@
-"""What ranks call, those of other launchers too, and processes that become ranks."""
+"""For ranks, also those of other launchers, and for processes that become ranks."""

@@ -1,7 +1,7 @@
-"""What processes share besides collectives: values under names, barriers, broadcasts. In MegEngine's words.
+"""MegEngine's client: processes share values under names, barriers and broadcasts, without collectives.
 
-Every wait has a limit, and says who is missing. Values are pickled, so they are signed with the server's secret, and
-nothing is unpickled that is not.
+Every wait has a limit, and its error says who is missing. Values are pickled; so they are signed with the server's
+secret, and nothing else is unpickled.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from mlaunch.rendezvous.tcp_store import connect
 from mlaunch.rendezvous.waiting import wait_for
 
 _SPACE = "mlaunch/user"
-_NOTHING = "nothing"  # no pickle, and no number
-_KEPT = 2  # versions of a value, for readers that are just about to read
+_NOTHING = "nothing"  # neither a pickle nor a number
+_KEPT = 2  # versions of a value, for readers that are about to read one
 _SLICE = 10.0  # seconds
-_LONGEST = 8 * 1024 * 1024 - 4096  # bytes of a value that torch's store takes, less a signature; beyond it hangs up
+_LONGEST = 8 * 1024 * 1024 - 4096  # bytes of a value: torch's store hangs up beyond 8 MiB; less a signature
 
 
 class Client:
-    """One process's connection to a ``Server``, or to the store of the process group it is in (``get_client()``).
+    """A connection to a ``Server``, or to the store of this process's group (``get_client()``).
 
     Several threads may use it.
 
@@ -37,9 +37,9 @@ class Client:
         master_ip: The server's address or host name.
         port: Its port.
         timeout: Limit in seconds for reaching the server, and for each operation that waits.
-        store: Instead of an address: a connection that exists.
-        secret: The server's (``Server.secret``), with which values are signed; nothing else is unpickled. None: the
-            environment's, which children of the server's process inherit. Barriers need none.
+        store: An existing connection, instead of an address.
+        secret: The server's (``Server.secret``), which signs values; nothing else is unpickled. None: from the
+            environment, which children of the server's process inherit. Barriers need none.
 
     Raises:
         ConnectionError: The server could not be reached within ``timeout``.
@@ -58,7 +58,7 @@ class Client:
             if port == 0:
                 raise ValueError("port=0: a client must know the port on which the server listens")
             store = _connect(master_ip.strip("[]"), port, timeout)
-        self._store: Any = dist.PrefixStore(_SPACE, store)  # whose annotations lack bytes and ``append``
+        self._store: Any = dist.PrefixStore(_SPACE, store)  # its annotations lack bytes and ``append``
         self._timeout = timeout
         self._seen: dict[str, int] = {}  # by place: the highest version
         secret = known(port) if secret is None else secret
@@ -66,23 +66,23 @@ class Client:
         self._variable = variable(port)
 
     def user_set(self, key: str, val: Any) -> None:
-        """Puts a picklable value under a name, in place of any before. Waits for nobody."""
+        """Set a picklable value under a name, in place of an earlier one. Does not wait."""
         place, signer = f"value/{key}", self._known_signer(f"user_set({key!r})")
         data = _pickled(val, f"user_set({key!r})")
         # The store can neither read without waiting nor compare and delete; so each value is a version, numbered and
-        # claimed by counters, which it adds to as one step.
+        # claimed by counters, to which the store adds atomically.
         version = self._store.add(f"{place}/version", 1)
         self._store.set(f"{place}/{version}", signer.sign(f"{place}/{version}", data))
-        # Not the version just before: somebody may have read its number and not its value yet.
+        # Not the last version: somebody may have read its number but not its value.
         for name in (f"{place}/{version - _KEPT}", f"{place}/{version - _KEPT}/taken"):
             self._store.delete_key(name)
 
     def user_get(self, key: str, timeout: float | None = None) -> Any:
-        """Returns the value under a name, which stays there; waits for one. TimeoutError after the limit."""
+        """Return the value under a name, which stays there; wait until there is one. TimeoutError after the limit."""
         return self._wait_for_value(key, f"user_get({key!r})", timeout, take=False)
 
     def user_pop(self, key: str, timeout: float | None = None) -> Any:
-        """Returns the value, as ``user_get``, and takes it away: of several callers exactly one gets it."""
+        """Return the value, as ``user_get``, and remove it: of several callers exactly one gets it."""
         return self._wait_for_value(key, f"user_pop({key!r})", timeout, take=True)
 
     def _wait_for_value(self, key: str, what: str, timeout: float | None, *, take: bool) -> Any:
@@ -90,7 +90,7 @@ class Client:
         place, limit = f"value/{key}", self._limit(timeout)
         deadline = time.monotonic() + limit
         while True:
-            seen = self._seen.get(place, 0)  # before another thread hears of a later one
+            seen = self._seen.get(place, 0)  # before another thread sees a later one
             version = self._store.add(f"{place}/version", 0)
             if version < seen:
                 raise ValueError(f"{what}: the store has gone back to version {version}: somebody else writes to it")
@@ -101,30 +101,30 @@ class Client:
                 return self._unpack(f"{place}/{version}", value, what)
             awaited = version + 1 if taken or value is not None or version == 0 else version
             left = deadline - time.monotonic()
-            # In slices, since a version that others replace meanwhile never comes.
+            # In slices: a version that others replace meanwhile never comes.
             if not wait_for(self._store, f"{place}/{awaited}", max(0.001, min(left, _SLICE))) and left <= _SLICE:
                 raise TimeoutError(f"{what}: nobody has set it within {limit:g} s")
 
     def _peek(self, key: str) -> bytes | None:
-        """Returns the value if there is one now, else None; the store's own ``get`` would wait for it."""
+        """Return the value if there is one now, else None; the store's own ``get`` would wait."""
         found: bytes = self._store.compare_set(key, _NOTHING, _NOTHING)
         return None if found == _NOTHING.encode() else found
 
     def group_barrier(self, key: str, size: int, timeout: float | None = None) -> None:
-        """Returns once ``size`` processes have called it with this key. The key may be used again.
+        """Return once ``size`` processes have called it with this key. The key may be used again.
 
         Raises:
-            TimeoutError: After the limit; it names the ranks (or processes) that did come, and how many did not.
+            TimeoutError: After the limit; it names the ranks (or processes) that came, and how many did not.
         """
         self._meet(f"barrier/{key}", size, f"group_barrier({key!r})", timeout)
 
     def bcast_val(self, val: Any, key: str, size: int, timeout: float | None = None) -> Any:
-        """Returns, to all ``size`` callers, the value of the one that passes another than None.
+        """Return to all ``size`` callers the value of the one that does not pass None.
 
         If all pass None, all get None. The key may be used again.
 
         Raises:
-            TimeoutError: After the limit; it names the ranks (or processes) that did come, and how many did not.
+            TimeoutError: After the limit; it names the ranks (or processes) that came, and how many did not.
         """
         what = f"bcast_val(..., {key!r})"
         signer, data = self._known_signer(what), _pickled(val, what)
@@ -136,7 +136,7 @@ class Client:
         value = f"{self._meet(f'bcast/{key}', size, what, timeout, put).place}/value"
         sent = self._peek(value)
         found = None if sent is None else self._unpack(value, sent, what)
-        # The last reader takes it away; nobody else knows when all have it.
+        # The last reader deletes it: only that one knows that all have it.
         if self._store.add(f"{value}/read", 1) == size:
             self._store.delete_key(value)
             self._store.delete_key(f"{value}/read")
@@ -161,7 +161,7 @@ class Client:
 
     def _unpack(self, place: str, signed: bytes, what: str) -> Any:
         pickled = self._known_signer(what).open(place, signed)
-        # Before the unpickling, which runs whatever code the writer has chosen.
+        # Before it is unpickled, which runs any code that the writer has chosen.
         if pickled is None:
             raise ValueError(f"{what}: the value has another signature: it was set by a client with another secret")
         return pickle.loads(pickled)
@@ -182,7 +182,9 @@ def _pickled(value: Any, what: str) -> bytes:
 
 def _connect(address: str, port: int, timeout: float) -> dist.Store:
     try:
-        socket.create_connection((address, port), timeout).close()  # torch would wait out the limit, and name nothing
+        socket.create_connection(
+            (address, port), timeout
+        ).close()  # torch would wait for the whole limit, and name nothing
         return connect(address, port, timedelta(seconds=timeout))
     except (OSError, dist.DistError) as error:
         raise ConnectionError(f"no rendezvous server answers at {address}, port {port}: {error}") from error
@@ -194,7 +196,7 @@ def _name() -> str:
 
 
 def _absent(key: str, came: list[str]) -> str:
-    """Names who did not come, where the key lists the ranks of a group, as MegEngine's do; else ""."""
+    """Return the ranks that did not come, if the key lists the ranks of a group, as MegEngine's do; else ""."""
     members = key.split(",")
     if not all(member.isdigit() for member in members):
         return ""

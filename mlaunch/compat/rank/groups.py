@@ -1,6 +1,6 @@
-"""MegEngine's names for groups of ranks, so that its scripts port by changing an import: ``import mlaunch as dist``.
+"""MegEngine's names for groups of ranks: its scripts port by changing an import: ``import mlaunch as dist``.
 
-As there, most functions work without a process group too, as in a world of one.
+As there, most functions also work without a process group, as in a world of one.
 """
 
 from __future__ import annotations
@@ -57,42 +57,42 @@ class Group:
 
     @property
     def is_single_machine(self) -> bool:
-        """Whether all members are on this machine. RuntimeError if that is not known (see ``get_local_rank``)."""
+        """True if all members are on this machine. RuntimeError if that is not known (see ``get_local_rank``)."""
         return not is_distributed() or local_group.together(self.ranks)
 
     def __repr__(self) -> str:
-        # torch's errors about a group show its repr, so this is where somebody who gave it this one reads what to give.
+        # torch's errors about a group show its repr: so people who pass this one read there what to pass.
         return f"<Group of ranks {self.key}; torch takes its .process_group>"
 
 
 WORLD = Group(None)
-"""All ranks, of the process group of the moment."""
+"""All ranks, of the present process group."""
 
 
 def is_distributed() -> bool:
-    """Tells whether there is a process group."""
+    """True if there is a process group."""
     return world.is_grouped()
 
 
 def get_rank() -> int:
-    """Returns this process's rank; 0 without a process group."""
+    """Return this process's rank; 0 without a process group."""
     return world.get_rank()
 
 
 def get_world_size() -> int:
-    """Returns the number of ranks; 1 without a process group."""
+    """Return the number of ranks; 1 without a process group."""
     return world.get_world_size()
 
 
 def get_local_device_id() -> int:
-    """Returns the number of this rank's device on its machine, as the rank sees it; on CPUs its local rank."""
+    """Return the number of this rank's device on its machine, as the rank sees it; on CPUs its local rank."""
     if is_distributed() and _accelerated():
         return torch.accelerator.current_device_index()
     return local_group.local_rank() if is_distributed() else 0
 
 
 def get_backend() -> str | None:
-    """Returns the backend for this rank's device: "nccl", "gloo", ...; None without a process group."""
+    """Return the backend for this rank's device: "nccl", "gloo", ...; None without a process group."""
     if not is_distributed():
         return None
     offered = dict(part.split(":") for part in dist.get_backend_config(world.group()).split(","))
@@ -101,7 +101,7 @@ def get_backend() -> str | None:
 
 
 def _accelerated() -> bool:
-    """Tells whether the world's group serves an accelerator that is there."""
+    """True if the world's group serves an accelerator that exists here."""
     if not torch.accelerator.is_available():
         return False
     accelerator = torch.accelerator.current_accelerator()
@@ -109,14 +109,14 @@ def _accelerated() -> bool:
 
 
 def new_group(proc_ranks: Sequence[int]) -> Group:
-    """Makes a group of these ranks. Collective for them alone: the others need not call it.
+    """Make a group of these ranks. Collective only for them: the others need not call it.
 
-    Its members are counted in the order given, which must be the same on all: ``Group.rank``, and the root of
-    ``bcast_list_``, which is the first.
+    The order of ranks, which must be the same on all members, numbers the members: for ``Group.rank``, and for the root
+    of ``bcast_list_``, which is the first.
 
     Raises:
-        ValueError: A rank twice, or one that the world does not have, or this process is not among them; or the order
-            is not ascending, and this torch can form no such group.
+        ValueError: A rank is there twice, or not in the world; this process is not a member; or the order is not
+            ascending, and this torch cannot make such a group.
     """
     ranks, size = list(proc_ranks), get_world_size()
     if len(set(ranks)) != len(ranks) or not all(0 <= rank < size for rank in ranks):
@@ -130,13 +130,13 @@ def new_group(proc_ranks: Sequence[int]) -> Group:
 
 
 def group_barrier(group: Group = WORLD) -> None:
-    """Returns once every rank of the group has called it. Collective for the group; at once without one."""
+    """Return once every rank of the group has called it. Collective for the group; at once without one."""
     if is_distributed():
         dist.barrier(group=group.process_group)
 
 
 def synchronized(func: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a function that every rank calls: it returns when all have ended it."""
+    """Decorate a function that every rank calls: it returns when all have finished it."""
 
     @functools.wraps(func)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -149,7 +149,7 @@ def synchronized(func: Callable[P, R]) -> Callable[P, R]:
 
 @contextlib.contextmanager
 def override_backend(new_backend: str) -> Iterator[None]:
-    """Groups that ``new_group`` makes inside have this backend."""
+    """Return a context manager: groups that ``new_group`` makes inside have this backend."""
     _backends.append(new_backend)
     try:
         yield
@@ -158,12 +158,12 @@ def override_backend(new_backend: str) -> Iterator[None]:
 
 
 def bcast_list_(inps: Iterable[torch.Tensor], group: Group = WORLD) -> None:
-    """Overwrites tensors, in place, with those of the group's first rank. Collective; all pass tensors alike."""
+    """Overwrite tensors in place with those of the group's first rank. Collective; all pass tensors of equal shapes."""
     if not is_distributed():
         return
     source = group.ranks[0]
     work = [
-        # All are on their way before one is waited for.
+        # Start all before waiting for one.
         dist.broadcast(tensor.detach(), source, group=group.process_group, async_op=True)
         for tensor in inps
     ]  # fmt: skip
@@ -174,10 +174,10 @@ def bcast_list_(inps: Iterable[torch.Tensor], group: Group = WORLD) -> None:
 def make_allreduce_cb(
     reduce_method: str, group: Group = WORLD
 ) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor | None]:
-    """Makes a callback that reduces a parameter's gradient over the group, in place.
+    """Return a callback that reduces a parameter's gradient over the group, in place.
 
-    It takes ``(param, grad)`` and returns the gradient, as MegEngine's; or ``(param)`` and returns None, for
-    ``param.register_post_accumulate_grad_hook``.
+    The callback takes ``(param, grad)`` and returns the gradient, as MegEngine's; or takes ``(param)`` and returns
+    None, for ``param.register_post_accumulate_grad_hook``.
 
     Args:
         reduce_method: "mean" or "sum", in upper or lower case.
@@ -201,15 +201,15 @@ def make_allreduce_cb(
 
 
 def get_client() -> Client:
-    """Returns a client of the store that this launch's ranks share. RuntimeError without a process group."""
+    """Return a client of the store that this launch's ranks share. RuntimeError without a process group."""
     world.group()
-    # Ranks of other launchers share no secret: whoever reaches their store is trusted, as torch itself does.
+    # Ranks of other launchers share no secret: anybody who reaches their store is trusted, as torch itself does.
     secret = this_rank.this_rank.secret if this_rank.this_rank is not None else ""
     return Client(store=default_store(), secret=secret)
 
 
 def get_py_server_addr() -> tuple[str, int]:
-    """Returns address and port of that store. RuntimeError if the launcher did not say."""
+    """Return address and port of that store. RuntimeError if the launcher did not set them."""
     try:
         return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except KeyError as error:

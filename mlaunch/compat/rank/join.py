@@ -1,7 +1,7 @@
-"""A process that something else started becomes a rank: ColossalAI's ``launch`` functions, and MegEngine's.
+"""Make a rank of a process that another launcher started: ColossalAI's ``launch`` functions, and MegEngine's.
 
-``join`` takes all that a rank must know; the others read it from the environment. All must be called by every rank,
-each in its own process; they return once all have.
+``join`` takes all that a rank must know; the others read it from the environment. Every rank must call them, in its own
+process; they return once all have.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ def join(
     seed: int | str | None = 1024,
     verbose: bool = True,
 ) -> None:
-    """Makes this process a rank: device, process group, environment, seeds. Collective, over all ranks.
+    """Make this process a rank: device, process group, environment, seeds. Collective over all ranks.
 
     Joining, and each collective, may take half an hour.
 
     Args:
         rank: This process's rank, from 0.
-        world_size: How many there are.
-        host: Address or name of rank 0's machine; IPv6 with or without brackets.
+        world_size: The number of ranks.
+        host: Address or name of rank 0's machine; an IPv6 address with or without brackets.
         port: A free port there.
         backend: None: the device's own (nccl for cuda) plus gloo for CPU tensors. (ColossalAI ignores it.)
-        local_rank: Which device to take. None: ``rank`` modulo the number of devices, as if all machines had as many.
+        local_rank: The number of its device. None: ``rank`` modulo the number of devices, which is right if all
+            machines have as many.
         seed: For Python's, numpy's and torch's generators. A number: the same on all ranks. "per-rank": 1024 plus the
-            rank; "per-rank:7": 7 plus the rank. None: leave them alone.
+            rank; "per-rank:7": 7 plus the rank. None: do not seed.
         verbose: Rank 0 logs a line (logger "mlaunch", level INFO; on stderr if logging is not configured).
 
     Raises:
-        RuntimeError: This process is in a process group already; or not all ranks came.
+        RuntimeError: This process has a process group already, or not all ranks came.
         ValueError: A value that is not allowed, or a backend that this torch does not offer.
     """
     _check(rank, world_size, port)
@@ -48,10 +49,10 @@ def join(
 
 
 def join_from_torch(backend: str | None = None, seed: int | str | None = 1024, verbose: bool = True) -> None:
-    """Joins, with what torchrun says (``RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT``).
+    """Join with torchrun's variables (``RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT``).
 
     Raises:
-        RuntimeError: A variable is missing (it is named) or no number; and as ``join``.
+        RuntimeError: A variable, which is named, is missing or not a number; and as ``join``.
     """
     become_rank(recognise.from_torch(os.environ), backend=backend, seed=seed, verbose=verbose)
 
@@ -59,10 +60,10 @@ def join_from_torch(backend: str | None = None, seed: int | str | None = 1024, v
 def join_from_slurm(
     host: str, port: int, backend: str | None = None, seed: int | str | None = 1024, verbose: bool = True
 ) -> None:
-    """Joins, in a task of srun (``SLURM_PROCID``, ``SLURM_STEP_NUM_TASKS`` or ``SLURM_NPROCS``, ``SLURM_LOCALID``).
+    """Join in a task of srun (``SLURM_PROCID``, ``SLURM_STEP_NUM_TASKS`` or ``SLURM_NPROCS``, ``SLURM_LOCALID``).
 
     Raises:
-        RuntimeError: A variable is missing (it is named) or no number; and as ``join``.
+        RuntimeError: A variable, which is named, is missing or not a number; and as ``join``.
     """
     become_rank(recognise.from_slurm(os.environ, host.strip("[]"), port), backend=backend, seed=seed, verbose=verbose)
 
@@ -70,19 +71,19 @@ def join_from_slurm(
 def join_from_openmpi(
     host: str, port: int, backend: str | None = None, seed: int | str | None = 1024, verbose: bool = True
 ) -> None:
-    """Joins, in a process of Open MPI's mpirun (``OMPI_COMM_WORLD_RANK``, ``..._SIZE``, ``..._LOCAL_RANK``).
+    """Join in a process of Open MPI's mpirun (``OMPI_COMM_WORLD_RANK``, ``..._SIZE``, ``..._LOCAL_RANK``).
 
-    Raises what ``join_from_slurm`` does.
+    Raises as ``join_from_slurm`` does.
     """
     become_rank(recognise.from_openmpi(os.environ, host.strip("[]"), port), backend=backend, seed=seed, verbose=verbose)
 
 
 def join_from_env(backend: str | None = None, seed: int | str | None = 1024, verbose: bool = True) -> None:
-    """Joins, under whichever launcher started this process: torchrun, submitit (its local executor), srun, mpirun,
-    looked for in this order.
+    """Join under the launcher that started this process: torchrun, submitit (its local executor), srun or mpirun.
 
-    Where srun and mpirun do not say where rank 0 is, ``MASTER_ADDR`` does, or on one machine loopback; ``MASTER_PORT``,
-    or a port drawn from the job's name. ``MLAUNCH_JOIN=0`` turns recognition off.
+    They are looked for in this order. If srun or mpirun do not say where rank 0 is, the address is ``MASTER_ADDR``, or
+    loopback on one machine; the port is ``MASTER_PORT``, or one derived from the job's name. ``MLAUNCH_JOIN=0`` turns
+    recognition off.
 
     Raises:
         RuntimeError: No launcher is recognised, or recognition is off; and as ``join``.
@@ -91,7 +92,8 @@ def join_from_env(backend: str | None = None, seed: int | str | None = 1024, ver
     if info is None:
         raise RuntimeError(
             f"this process was not started by torchrun, submitit, srun or mpirun, as far as its environment tells "
-            f"({recognise.SWITCH}={os.environ.get(recognise.SWITCH, 'unset')}); start it so, or call mlaunch.join()"
+            f"({recognise.SWITCH}={os.environ.get(recognise.SWITCH, 'unset')}); start it with one of these, or call "
+            f"mlaunch.join()"
         )
     become_rank(info, backend=backend, seed=seed, verbose=verbose)
 
@@ -104,7 +106,7 @@ def init_process_group(
     device: int,
     backend: str | None = None,
 ) -> None:
-    """Joins as ``join`` does, in MegEngine's words: ``device`` is the number of this rank's device. Seeds nothing."""
+    """Join as ``join`` does, with MegEngine's parameters: ``device`` is this rank's device. Seeds nothing."""
     join(rank, world_size, master_ip, port, backend, device, seed=None, verbose=False)
 
 
