@@ -28,7 +28,7 @@ class Bundle:
 
 @dataclass(frozen=True)
 class CellAnswer:
-    """What a cell has to show on one rank.
+    """The output of a cell on one rank.
 
     Attributes:
         last: Its last expression; None if that is None or not an expression.
@@ -43,7 +43,7 @@ class CellAnswer:
 
 @dataclass(frozen=True)
 class NamesOfRank:
-    """What cells have left on a rank: ``names``, each with type and bytes. ``memory``: bytes of the rank's process."""
+    """The names that cells have left on a rank, each with type and bytes. ``memory``: bytes of the process."""
 
     pid: int
     memory: int

@@ -77,7 +77,7 @@ class HoldLimits:
 
 @frozen_record
 class PromptSays:
-    """What the rank's debugger writes between two questions: whole lines."""
+    """Text that the rank's debugger writes between two questions: whole lines."""
 
     text: str
 

@@ -1,4 +1,4 @@
-"""What pytest loads: the mark, the options, and the rest of the plugin once a test has the mark.
+"""The plugin that pytest loads: the mark and the options, and the rest once a test has the mark.
 
 Loading it imports neither torch nor the launcher, and starts nothing.
 """

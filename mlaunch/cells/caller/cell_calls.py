@@ -96,7 +96,7 @@ class CellJob(RanksFuture):
 
 
 class Cells:
-    """What the magics and ``Ranks`` do with cells on ranks."""
+    """Cells on one set of ranks, for the magics and ``Ranks``."""
 
     def __init__(self, ranks: RankSet) -> None:
         self._set = ranks

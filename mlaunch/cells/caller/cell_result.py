@@ -12,7 +12,7 @@ from mlaunch.cells.wire import Bundle, CellAnswer
 
 
 class CellResult:
-    """What a cell showed: once if it is the same on all ranks, else by rank.
+    """The output of a cell: once if it is the same on all ranks, else by rank.
 
     Attributes:
         answers: By rank, of the ranks on which the cell ran.

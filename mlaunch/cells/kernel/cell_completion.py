@@ -24,7 +24,7 @@ _QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
 
 @dataclass(frozen=True)
 class WordAtCursor:
-    """What to complete.
+    """The word to complete.
 
     ``kind``, ``source``, ``prefix``: as ``find_names`` takes them, or the kind is "file"; ``end``: what follows each
     name.

@@ -56,7 +56,7 @@ class JobArea:
 
     @property
     def sink(self) -> Any:
-        """What takes the output of the ranks; None at a prompt, where that is shown as usual."""
+        """The function that takes the output of the ranks; None at a prompt, where that is shown as usual."""
         return self._take if self._in_kernel else None
 
     def open(self) -> None:

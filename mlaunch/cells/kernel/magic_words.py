@@ -29,7 +29,7 @@ class WordError(ValueError):
 
 @dataclass(frozen=True)
 class LineWords:
-    """What ``%ranks`` does.
+    """The parsed words of ``%ranks``.
 
     ``verb``: "table", "open", or a flag's: "pull"; ``names``: to pull or push, or of jobs; ``options``: of the ranks.
     """

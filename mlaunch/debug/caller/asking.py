@@ -1,8 +1,7 @@
 """Ask the user for a line, in the main thread, while another thread drives the launch.
 
 Only the main thread may ask: to any other, a notebook's kernel would give the text of the next cell. The other thread's
-work may make the question void. It is withdrawn then, by an interrupt of the main thread that is told apart from the
-user's.
+work may make the question void. An interrupt of the main thread, other than the user's, withdraws it then.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""In pytest's process: which tests are to run on ranks, what goes there, and what is reported of it."""
+"""In pytest's process: choose the tests for ranks, send them, report them."""

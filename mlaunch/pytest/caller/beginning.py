@@ -1,4 +1,4 @@
-"""What new ranks get before their first test: options and settings of pytest's process, and how to record coverage."""
+"""The beginning of new ranks: they get pytest's options and settings, and how to record coverage."""
 
 from __future__ import annotations
 

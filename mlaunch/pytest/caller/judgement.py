@@ -1,4 +1,4 @@
-"""What all ranks have found of a test becomes one outcome, and pytest's report of it.
+"""The one outcome of a test on all of its ranks, and pytest's report of it.
 
 A failure wins over a skip, and ranks skip together or not at all.
 """

@@ -16,7 +16,7 @@ _LEVELS = (False, "group", True)
 
 @dataclass(frozen=True)
 class Shape:
-    """What tests have in common that share ranks."""
+    """The properties of ranks: tests of one shape share them."""
 
     size: int
     device_type: str
@@ -27,7 +27,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What one test wants. ``deadline``: in seconds; None: that of all. ``fresh``: False, "group" or True."""
+    """The wishes of one test. ``deadline``: in seconds; None: that of all. ``fresh``: False, "group" or True."""
 
     shape: Shape
     deadline: float | None

@@ -71,7 +71,7 @@ def _stand_in(function: Callable[..., Any], key: Key, size: int | None) -> Calla
 
 
 class RankFixture:
-    """What pytest's process has in place of the values."""
+    """A stand-in for the values, in pytest's process."""
 
     def __init__(
         self,

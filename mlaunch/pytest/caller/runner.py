@@ -259,7 +259,7 @@ def _sent_test(item: pytest.Function, values: dict[str, Any], made: tuple[str, .
 
 
 def _is_set_up_on_ranks(request: pytest.FixtureRequest, name: str) -> bool:
-    """True if a fixture stands for ``setUpClass`` of a class with the mark that is not skipped."""
+    """True if a fixture is ``setUpClass`` of a class with the mark that is not skipped."""
     if not name.startswith(_SET_UP_CLASS) or getattr(request.cls, "__unittest_skip__", False):
         return False
     return any(mark.name == NAME for mark in request.node.iter_markers())

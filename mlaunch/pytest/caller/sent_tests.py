@@ -1,4 +1,4 @@
-"""What of a test goes to its ranks: its arguments, instance, class and marks, and where the ranks find it."""
+"""A test as its ranks get it: arguments, instance, class and marks, and where they find it."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def note_class(owner: type | None) -> None:
 
 
 class GivenAttributes:
-    """What one set of ranks has of what ``setup_class`` or ``request.cls`` set on the classes of its tests."""
+    """Attributes that ``setup_class`` or ``request.cls`` set on classes of tests, as one set of ranks has them."""
 
     def __init__(self) -> None:
         self._given: dict[type, dict[str, Any]] = {}

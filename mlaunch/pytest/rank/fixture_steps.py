@@ -88,7 +88,7 @@ def _made(test: RankTest, step: FixtureStep, place: Place, config: pytest.Config
 
 
 class _Finalized:
-    """What pytest's own code needs of a fixture's request."""
+    """As much of a fixture's request as pytest's own code needs."""
 
     def __init__(self, name: str, add: Callable[..., object]) -> None:
         self.fixturename, self.addfinalizer = name, add

@@ -1,4 +1,4 @@
-"""What a test changes on a rank is put back, or reported."""
+"""Isolation of tests on ranks: changes of a test are put back, or reported."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What pytest's process and the ranks of a test send each other, or share."""
+"""Records and shared memory between pytest's process and the ranks of a test."""

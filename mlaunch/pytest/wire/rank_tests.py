@@ -1,4 +1,4 @@
-"""What crosses between pytest's process and the ranks of a test."""
+"""Records between pytest's process and the ranks of a test."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CoveragePlan:
 
 @dataclass(frozen=True)
 class Beginning:
-    """What a new set of ranks gets. ``board``, ``log``: files that all ranks and pytest's process share.
+    """The first message to a new set of ranks. ``board``, ``log``: files that all ranks and pytest's process share.
 
     ``colored``: True if pytest's terminal shows colours.
     """
@@ -51,7 +51,7 @@ class Beginning:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What has changed in pytest's process since these ranks began. None: a variable is gone; the rest is unchanged."""
+    """Changes in pytest's process since these ranks began. None: a variable is gone; the rest is unchanged."""
 
     variables: dict[str, str | None]
     directory: str | None
@@ -60,7 +60,7 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class RequestFacts:
-    """What ``request`` has of a test or fixture on ranks. ``param``: none or one value; ``marks``: of the node."""
+    """The ``request`` of a test or fixture on ranks. ``param``: none or one value; ``marks``: of the node."""
 
     scope: str
     fixturename: str | None
@@ -77,7 +77,7 @@ class RequestFacts:
 
 @dataclass(frozen=True)
 class ClassChanges:
-    """What pytest's process has set on a test's class since these ranks last got it, and what it has removed.
+    """Attributes that pytest's process has set on a test's class, or removed, since these ranks last got them.
 
     ``told``: the errors to raise for values that cannot be sent, once a rank asks for them.
     """

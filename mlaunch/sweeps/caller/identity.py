@@ -27,7 +27,7 @@ _ALLOWED = "numbers, strings, paths, None, members of enumerations, dtypes, and 
 
 @dataclass(frozen=True)
 class Identity:
-    """What identifies a function. ``holds``: what it has beside its code, or ""; ``source``: a hash of the code."""
+    """The identity of a function. ``holds``: what it has beside its code, or ""; ``source``: a hash of the code."""
 
     function: str  # "train.evaluate", with its module
     holds: str

@@ -1,4 +1,4 @@
-"""What the ranks of a submitted launch have reported (``mlaunch.report``), in the caller."""
+"""The reports of a submitted launch's ranks (``mlaunch.report``), in the caller."""
 
 from __future__ import annotations
 

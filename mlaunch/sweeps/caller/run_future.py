@@ -72,7 +72,7 @@ class Run(Future[list[Any]]):
 
     @property
     def reports(self) -> list[Reported]:
-        """What the ranks have reported until now (``mlaunch.report``), 10,000 reports at most.
+        """The reports of the ranks until now (``mlaunch.report``), 10,000 reports at most.
 
         If a rank reports more than 256 times between two reads, the latest 256 of these.
         """
@@ -217,7 +217,7 @@ def found_as(handle: LaunchHandle) -> tuple[str, int]:
 
 @dataclass(eq=False)
 class RunCourse:
-    """What is known of a run while it is driven."""
+    """The state of a run while it is driven."""
 
     loop: LaunchLoop
     surroundings: Context | None = None  # of the call; None: those at its beginning

@@ -282,7 +282,7 @@ class Sweep(Sequence[Run]):
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """What the trials of a sweep share. ``bound``: comes before the arguments: the instance of a method."""
+    """The common part of a sweep's trials. ``bound``: comes before the arguments: the instance of a method."""
 
     function: Callable[..., Any]
     bound: tuple[Any, ...]

@@ -28,7 +28,7 @@ _PRINTED = 4096  # bytes of each rank's output that are kept with a trial: a swe
 
 
 class SweepOfTrials(Protocol):
-    """What a trial needs of its sweep, which is made of trials."""
+    """The sweep, as its trials use it."""
 
     def ends(self, trial: Trial, how: Ended | BaseException) -> None:
         """Note that a trial has ended, just before its future is done; not if it was cancelled."""

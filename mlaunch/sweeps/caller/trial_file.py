@@ -29,7 +29,7 @@ Done = tuple[list[Any], float | None]  # the values of a trial, and the seconds 
 
 
 class TrialKey(NamedTuple):
-    """What identifies a trial: its arguments, and how many trials before it have the same ones."""
+    """The identity of a trial: its arguments, and how many trials before it have the same ones."""
 
     arguments: str
     repeat: int = 0
