@@ -24,6 +24,7 @@ from mlaunch import Ranks, launcher
 from mlaunch.caller.server.warm import warm_server
 
 _SIZE = 4
+_FLOOR = "a write and a read for each"
 _ROW_LENGTH = 20  # calls, one after the other
 _CALLS = 10_000
 _GRACE = 1.0  # seconds
@@ -57,7 +58,7 @@ def _empty(rounds: int) -> list[Row]:
             "mlaunch Ranks": lambda: seconds(lambda: ranks.run(nothing)),
             "a warm launch": lambda: seconds(launcher(nothing, _SIZE)),
         }
-        for name, way in stayers.ALL.items():
+        for name, way in {**stayers.ALL, _FLOOR: "floor"}.items():
             names[name] = stack.enter_context(in_a_process("benchmarks.stayers", way, _SIZE))
         for measure in names.values():
             with contextlib.suppress(Exception):  # which the measurement will tell
@@ -65,7 +66,7 @@ def _empty(rounds: int) -> list[Row]:
         alone = alternate(names, rounds * 20)
         in_a_row = alternate({name: functools.partial(_in_a_row, measure) for name, measure in names.items()}, rounds)
     bounds = {"mlaunch Ranks": ("", "<= 2 ms"), "a warm launch": ("mlaunch Ranks", ">= 15")}
-    bounds |= {name: ("mlaunch Ranks", ">= 1") for name in stayers.ALL}
+    bounds |= {name: ("mlaunch Ranks", ">= 1") for name in stayers.ALL} | {_FLOOR: ("mlaunch Ranks", "")}
     case = f"an empty call on {_SIZE} ranks"
     return [
         *compare(f"{case}, after other work", alone, bounds, "s"),

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
 from benchmarks.measure import seconds
 
+_MESSAGE = 64  # bytes
 _IN_A_NAMESPACE = 'ip link set lo up && exec "$0" -c "$1" "$2"'
 
 # Ray listens on all addresses, so it runs in a network of its own. Each line on standard input asks for one call.
@@ -87,6 +90,33 @@ def nbdistributed(size: int) -> Iterator[Callable[[], float]]:
         with contextlib.redirect_stdout(io.StringIO()):
             channel.shutdown()
             processes.shutdown()
+
+
+@contextlib.contextmanager
+def floor(size: int) -> Iterator[Callable[[], float]]:
+    """Forks that read one message and write one answer: what no call on so many processes can do without."""
+    answers, write = os.pipe()
+    ends = []
+    for _ in range(size):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if os.fork() == 0:
+            ours.close()
+            while message := theirs.recv(_MESSAGE):
+                os.write(write, message)
+            os._exit(0)
+        theirs.close()
+        ends.append(ours)
+
+    def call() -> None:
+        for end in ends:
+            end.send(b"x" * _MESSAGE)
+        left = size * _MESSAGE
+        while left:
+            left -= len(os.read(answers, left))
+
+    yield lambda: seconds(call)
+    for end in ends:
+        end.close()
 
 
 ALL = {"ray actors": "ray", "ipyparallel engines": "ipyparallel", "nbdistributed workers": "nbdistributed"}

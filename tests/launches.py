@@ -294,7 +294,7 @@ def held_numbers() -> list[int]:
 
 def descriptors_of(ranks: Ranks) -> dict[str, int]:
     """The descriptors by which the caller of these ranks speaks to them."""
-    session = ranks._set.session
+    session = ranks._set.launch
     handle, driver = session.handle, session._driver
     agent = handle._limits.agent
     assert agent is not None
@@ -305,7 +305,7 @@ def descriptors_of(ranks: Ranks) -> dict[str, int]:
         "relay": handle.relay.fileno(),
         "channel": handle.agent.fileno(),
         "agent": agent.fd,
-        "way": handle._direct._ranks[0].fileno(),
+        "way": handle._direct.ranks[0].fileno(),
         "answers": handle._direct._kept[0].fd,
         "all there": handle._direct.fd,
         "output": next(iter(handle.relay._pipes)),
@@ -314,7 +314,7 @@ def descriptors_of(ranks: Ranks) -> dict[str, int]:
 
 def session_of(ranks: Ranks) -> Any:
     """What drives them."""
-    return ranks._set.session
+    return ranks._set.launch
 
 
 @contextlib.contextmanager
@@ -336,7 +336,7 @@ def abandon(ranks: Ranks) -> None:
 
 def idle_since(ranks: Ranks) -> float:
     """Since when, by the monotonic clock, no call runs there."""
-    return ranks._set.session._idle_since
+    return ranks._set.launch._idle_since
 
 
 def number_of(held: Held) -> int:
@@ -355,32 +355,32 @@ def reports_of(calls: Any) -> Any:
 
 
 def board_of(ranks: Ranks) -> Board | None:
-    return ranks._set.session.handle.history.board
+    return ranks._set.launch.handle.history.board
 
 
 def status_lines(ranks: Ranks) -> list[str]:
     """The lines that show how far their present call is."""
-    handle = ranks._set.session.handle
+    handle = ranks._set.launch.handle
     return import_module("mlaunch.display.caller").status_lines(handle.outcome, handle.history, "")
 
 
 def driving_thread(ranks: Ranks) -> int | None:
     """The thread that waits for a call, and drives the ranks meanwhile."""
-    return ranks._set.session._driver._leader
+    return ranks._set.launch._driver._leader
 
 
 def idle_timeout(ranks: Ranks) -> float | None:
-    return ranks._set.session.rules.idle_timeout
+    return ranks._set.launch.rules.idle_timeout
 
 
 def evict(ranks: Ranks) -> None:
     """End them as idle ones end."""
-    ranks._set.session.close(wait=True, evicted=True)
+    ranks._set.launch.close(wait=True, evicted=True)
 
 
 def once_calls_are_queued(patch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
     """Do something as each call on ranks that stay is in their queue."""
-    session = import_module("mlaunch.caller.ranks.session").RanksLaunch
+    session = import_module("mlaunch.caller.ranks.ranks_launch").RanksLaunch
     queue = session.submit
 
     def submit(launch: Any, call: Any) -> None:

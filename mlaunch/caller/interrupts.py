@@ -143,8 +143,8 @@ class deferred:
     def __enter__(self) -> None:
         self._deferral: _Deferral | None = None
         if threading.get_ident() == _main.ident:
-            found = [(number, _signal.getsignal(number)) for number in _SIGNALS]
-            deferral = _Deferral({number: handler for number, handler in found if callable(handler)})
+            found = {number: handler for number in _SIGNALS if callable(handler := _signal.getsignal(number))}
+            deferral = _Deferral(found)
             deferral.begin()
             self._deferral = deferral
 

@@ -8,7 +8,7 @@ import os
 import pickle
 import select
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.queues import SimpleQueue
 from typing import TypeVar
@@ -44,8 +44,9 @@ class ResultQueue(SimpleQueue[R]):
         else:
             self._reader = reader
         self._rest = b""  # of what was read: the beginning of an answer
+        self._reader_fd = self._reader.fileno()
         self._waiting = select.poll()
-        self._waiting.register(self._reader.fileno(), select.POLLIN)
+        self._waiting.register(self._reader_fd, select.POLLIN)
         self._rlock = contextlib.nullcontext()  # one process reads
         self._wlock = None
         self._poll = self._reader.poll
@@ -68,25 +69,24 @@ class ResultQueue(SimpleQueue[R]):
         answers: list[R] = []
         read = _CHUNK
         while read == _CHUNK and self._waiting.poll(0):
-            data = os.read(self._reader.fileno(), _CHUNK)
+            data = os.read(self._reader_fd, _CHUNK)
             if not data and not answers:
                 raise EOFError
             read = len(data)
-            self._rest += data
-            answers += self._take()
+            self._rest = self._split(self._rest + data, answers)
         return answers
 
-    def _take(self) -> Iterator[R]:
-        """Yields the answers that have come whole."""
+    def _split(self, data: bytes, answers: list[R]) -> bytes:
+        """Adds the answers that have come whole; returns what is left."""
         at = 0
-        while at + _LENGTH.size <= len(self._rest):
-            (size,) = _LENGTH.unpack_from(self._rest, at)
+        while at + _LENGTH.size <= len(data):
+            (size,) = _LENGTH.unpack_from(data, at)
             end = at + _LENGTH.size + size
-            if end > len(self._rest):
+            if end > len(data):
                 break
-            yield pickle.loads(memoryview(self._rest)[at + _LENGTH.size : end])
+            answers.append(pickle.loads(memoryview(data)[at + _LENGTH.size : end]))
             at = end
-        self._rest = self._rest[at:]
+        return data[at:]
 
     def close_reader(self) -> None:
         """Leaves the reading to the one process that does it; called in a writer."""

@@ -49,7 +49,8 @@ def lacks() -> str:
 
 def is_apart() -> bool:
     """True if this process is in no process group."""
-    return _c10d().GroupMember.WORLD is None
+    world = _world()  # whose groups are asked for by each call on ranks that stay
+    return _c10d().GroupMember.WORLD is None if world is None else not world.pg_map
 
 
 def by_name() -> dict[str, dist.ProcessGroup]:

@@ -334,7 +334,7 @@ def test_a_call_that_is_queued_as_a_rank_ends_does_not_begin_on_the_others(ranks
             # The agent's own word: what the rank prints to is at its end before that.
             assert select.select([session.handle.agent.fileno()], [], [], LIMIT)[0]
             submitted = pool.submit(ranks.submit, total)
-            wait_until(lambda: bool(session._queue))
+            wait_until(lambda: not session.idle)
             session.step()
             os.kill(pids[0], signal.SIGCONT)
         assert submitted.result(LIMIT).result(LIMIT) == [2.0, 2.0]

@@ -282,7 +282,7 @@ def test_a_call_that_waits_for_its_ranks_is_asked_as_it_begins() -> None:
     call.words = []
     ask_to_stop(call, "TERM")
     passed_on: list[list[tuple[str, object]]] = []
-    call.session = cast(Any, SimpleNamespace(pass_words_on=lambda: passed_on.append(call.take_words())))
+    call.launch = cast(Any, SimpleNamespace(pass_words_on=lambda: passed_on.append(call.take_words())))
     ask_to_stop(call, "asked")
     assert passed_on == [[(NAME, AskToStop("TERM")), (NAME, AskToStop("asked"))]]
 

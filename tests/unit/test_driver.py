@@ -6,11 +6,10 @@ import os
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
-from mlaunch.caller.ranks.driven import Awaited
 from mlaunch.caller.ranks.driver import Driver
-from mlaunch.caller.ranks.stay_rules import StayRules
+from mlaunch.caller.ranks.ranks_launch import StayRules
 
 
 class Driven:
@@ -23,7 +22,7 @@ class Driven:
         self.lock, self.ended = threading.RLock(), threading.Event()
         self.come = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.polled: list[list[tuple[int, int]]] = []
-        self.driver: Driver[Any] | None = None
+        self.driver: Driver | None = None
 
     def watch(self, _: int) -> Callable[[], bool]:
         """Is what wakes whoever drives; nobody sleeps here."""
@@ -49,7 +48,7 @@ class Driven:
         return None
 
 
-def end(driven: Driven, driver: Driver[Any]) -> None:
+def end(driven: Driven, driver: Driver) -> None:
     driven.ended.set()
     driver.end()
     driver.drive_to_end()
@@ -59,8 +58,8 @@ def end(driven: Driven, driver: Driver[Any]) -> None:
 
 def test_the_thread_is_told_nothing_while_somebody_else_drives() -> None:
     driven = Driven()
-    driver = driven.driver = Driver[Awaited](driven)
-    driver.drive(SimpleNamespace(over=False))
+    driver = driven.driver = Driver(driven)
+    driver.drive(cast(Any, SimpleNamespace(over=False)))
     assert driven.polled == [[]]
     end(driven, driver)
 
@@ -88,9 +87,9 @@ class Submitted(Driven):
 
 def test_the_thread_looks_whether_ranks_idle_though_it_began_to_wait_before_a_call() -> None:
     driven = Submitted()
-    driver = Driver[Any](driven)
+    driver = Driver(driven)
     assert driven.asked.wait(30)
-    driver.drive(SimpleNamespace(over=False))
+    driver.drive(cast(Any, SimpleNamespace(over=False)))
     assert driven.over.wait(30)
     end(driven, driver)
 
@@ -118,8 +117,8 @@ class Shared(Driven):
 
 def test_the_thread_is_told_when_somebody_ceases_to_drive_and_calls_of_others_remain() -> None:
     driven = Shared()
-    driver = Driver[Any](driven)
-    driver.drive(SimpleNamespace(over=False))
+    driver = Driver(driven)
+    driver.drive(cast(Any, SimpleNamespace(over=False)))
     assert driven.stepped.wait(30)
     end(driven, driver)
 
@@ -178,15 +177,15 @@ class WaitedFor:
 
 def test_a_call_that_is_told_while_nobody_drives_is_not_waited_for() -> None:
     driven = Told()
-    driver = driven.driver = Driver[Any](driven)
-    driver.drive(Left(driver._tell))
+    driver = driven.driver = Driver(driven)
+    driver.drive(cast(Any, Left(driver._tell)))
     assert not driven.stepped.is_set()
     end(driven, driver)
 
 
 def test_a_thread_that_tells_a_call_wakes_the_one_that_drives_by_then() -> None:
     driven, awaited = Told(), WaitedFor()
-    driver = driven.driver = Driver[Any](driven)
+    driver = driven.driver = Driver(driven)
     other = threading.Thread(target=driver.drive, args=(awaited,))
     first = Left(lambda: None)
 
@@ -199,7 +198,7 @@ def test_a_thread_that_tells_a_call_wakes_the_one_that_drives_by_then() -> None:
             awaited.is_over = True
 
     driven.tell = tell  # type: ignore[method-assign]
-    driver.drive(first)
+    driver.drive(cast(Any, first))
     assert driven.stepped.wait(30)
     other.join(30)
     end(driven, driver)

@@ -11,8 +11,7 @@ import pytest
 
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.ranks.kept_call import KeptCall
-from mlaunch.caller.ranks.session import RanksLaunch
-from mlaunch.caller.ranks.stay_rules import StayRules
+from mlaunch.caller.ranks.ranks_launch import RanksLaunch, StayRules
 from mlaunch.protocol.payload import Payload
 
 
@@ -29,7 +28,7 @@ class Ranks:
     def interrupt(self, call: KeptCall, interrupt: BaseException, *, again: bool) -> None:
         self.asked.append(again)
         if self._others is not None:
-            call.session = self._others
+            call.launch = self._others
         elif len(self.asked) == 2:
             call.settle(lambda: Ended(cast(Any, None), [], interrupt))
             call.tell()
@@ -41,7 +40,7 @@ def test_interrupts_of_a_call_that_moves_to_fresh_ranks() -> None:
     lost = Ranks(fresh)
     nothing = cast(Any, None)
     call = KeptCall(nothing, Payload(), nothing, nothing, moves=True, freed=(), free_later=nothing)
-    call.session = lost
+    call.launch = lost
     with pytest.raises(KeyboardInterrupt):
         call.drive().result()
     assert lost.asked == [False]
@@ -75,11 +74,11 @@ class Handle:
     def begin(self, call: KeptCall) -> None:
         """Sends nothing."""
 
-    def wait_ahead(self) -> list[int]:
+    def wait_ahead(self) -> list[tuple[int, int]]:
         self.heard += 1
         return []
 
-    def hear_ahead(self, _: list[int]) -> bool:
+    def hear_ahead(self, _: list[tuple[int, int]]) -> bool:
         return True
 
     def finish(self) -> tuple[Callable[[], Ended], str]:

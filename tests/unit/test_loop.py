@@ -122,7 +122,6 @@ INSIDE = {
     "mlaunch.cells.kernel.magics": "test_the_magics",
     # Which thread drives it, and whether that is looked at, is chance.
     "mlaunch.caller.ranks.kept_handle": "test_values_come_by_rank_and_the_processes_stay",
-    "mlaunch.caller.ranks.idle_question": "test_completion_asks_one_rank_and_runs_nothing_there",
     "mlaunch.cells.rank.names_of_cells": "test_names_go_to_and_fro",
     "mlaunch.cells.rank.run_cell": "test_a_cell_is_ipythons",
     "mlaunch.cells.rank.shell": "test_a_cell_is_ipythons",

@@ -255,5 +255,7 @@ def server_for(options: Options, call: Call, environ: Mapping[str, str]) -> Fork
 
 def flush_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # None, full, closed
+        try:
             stream.flush()
+        except (AttributeError, OSError, ValueError):  # None, full, closed
+            continue

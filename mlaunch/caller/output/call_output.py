@@ -141,6 +141,8 @@ class CallOutput:
 
     def tails(self) -> dict[int, bytes] | None:
         """Returns the end of what each rank printed, shown or not; None if it is not kept."""
+        if not self._touched:
+            return None if self._tails is None else {}
         with harmless():
             return None if self._tails is None else self._tails.of_ranks()
         return None

@@ -13,40 +13,44 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic
+from typing import Any
 
 from mlaunch.base import linux
 from mlaunch.base.fds import KeptEpoll, KeptFd, in_forks
 from mlaunch.caller import interrupts
-from mlaunch.caller.ranks.driven import Call, Driven
+from mlaunch.caller.ranks.kept_call import KeptCall
 
 _LOOK_AGAIN = 1.0  # seconds after which whoever drives looks again whether its call is over
 _SHORT_STEP = 0.01  # seconds that a step takes at most, unless it waits for somebody to read what ranks print
 
 
-class Driver(Generic[Call]):
+class Driver:
     """Steps when there is something to do: in the thread of who waits, or in one of its own."""
 
-    def __init__(self, driven: Driven[Call]) -> None:
-        self._driven = driven
+    def __init__(self, launch: Any) -> None:  # a RanksLaunch, whose module imports this one
+        self._launch = launch
         self._pid = os.getpid()
         self._leader: int | None = None  # a thread
         self._closing = threading.RLock()  # so that nobody writes into what has taken a closed descriptor's number
         self._wake = KeptFd(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
-        self._wakes = driven.watch(self._wake.fd)
+        self._wakes = launch.watch(self._wake.fd)
         # The thread wakes as the other end closes, also by others: a poll holds what it waits for, unlike an epoll.
         self._ending, self._end = (KeptFd(fd) for fd in os.pipe2(os.O_CLOEXEC))
         self._kept = KeptEpoll()
-        self._watched = self._kept.poll  # by the thread; what is driven only while nobody else does
-        self._watched.register(driven.fileno(), select.EPOLLIN)
+        self._watched = self._kept.poll  # by the thread; the launch only while nobody else drives
+        self._fd = launch.fileno()
+        self._watched.register(self._fd, select.EPOLLIN)
         self._watched.register(self._ending.fd, 0)  # by which it is known again
         _drivers.add(self)
         self._thread = threading.Thread(target=self._follow, name="mlaunch-ranks", daemon=True)
         self._thread.start()
 
     def intact(self) -> bool:
-        """Tells whether the descriptors are still its own: others may have closed them and opened files."""
-        if self._ending.intact() and not self._kept.watches(self._ending.fd, 0):
+        """True if the descriptors are still its own: others may have closed them and opened files."""
+        # Asked for each call. Two that the kernel finds together, by number and open file, are what they were.
+        if self._kept.watches(self._ending.fd, 0):
+            return self._is_woken() and self._end.intact()
+        if self._ending.intact():
             self._kept.forget()
         return self._is_woken() and all(one.intact() for one in (self._ending, self._end, self._kept))
 
@@ -55,8 +59,8 @@ class Driver(Generic[Call]):
             self._wake.forget()
         return self._wake.intact()
 
-    def drive(self, call: Call) -> None:
-        """Steps until the call is over, or all has ended, if nobody else does; else waits for it. Can be interrupted.
+    def drive(self, call: KeptCall) -> None:
+        """Step until the call is over, or all has ended, if nobody else does; else wait for it. Can be interrupted.
 
         A call that is not over though all has ended is another driver's by then, or will be.
         """
@@ -65,61 +69,61 @@ class Driver(Generic[Call]):
                 call.wait()
 
     def drive_in_callback(self, over: Callable[[], bool], due: float | None) -> None:
-        """Steps until that is so, or the time has come, if this is the thread, which tells a future: nobody else would.
+        """Step until that is so, or the time has come, if this is the thread, which tells a future: nobody else would.
 
         ``due``: in monotonic seconds.
         """
         if threading.current_thread() is self._thread:
             self._leads(lambda: over() or (due is not None and time.monotonic() >= due), due=due)
 
-    def _leads(self, over: Callable[[], bool], call: Call | None = None, due: float | None = None) -> bool:
-        """Steps until that is so, or all has ended; False if another thread does."""
+    def _leads(self, over: Callable[[], bool], call: KeptCall | None = None, due: float | None = None) -> bool:
+        """Step until that is so, or all has ended; False if another thread does."""
         me, before = threading.get_ident(), self._leader
         if not self._takes_lead(me):
             return False
         try:
             if call is not None:
-                self._driven.hear_values(call)
+                self._launch.hear_values(call)
                 self._tell()
-            while not over() and not self._driven.ended.is_set():
+            while not over() and not self._launch.ended.is_set():
                 if not self._takes_lead(me):  # somebody else has, while this one told
                     return False
                 if over():  # since it was asked: who tells while nobody leads wakes nobody
                     break
                 # Who waits drives: output lands in the running cell, Ctrl-C comes where it is handled, no thread is
                 # woken on the way.
-                interrupts.wait_readable([self._driven.fileno()], self._patience(due))
+                interrupts.wait_readable([self._fd], self._patience(due))
                 self._read_wake()
-                self._driven.step()
+                self._launch.step()
                 self._tell()
         finally:
-            with self._driven.lock:
+            with self._launch.lock:
                 if self._leader in {None, me}:
                     self._lead(before if before == me else None)
-                if before == me or not self._driven.idle:  # it may wait for what others have taken in meanwhile
+                if before == me or not self._launch.idle:  # it may wait for what others have taken in meanwhile
                     self.notify()
         return True
 
     def _tell(self) -> None:
-        """Tells what a step has brought. Whoever drives by then may wait for just that, and looks again."""
-        self._driven.tell()
-        with self._driven.lock:
+        """Tell what a step has brought. Whoever drives by then may wait for just that, and looks again."""
+        self._launch.tell()
+        with self._launch.lock:
             if self._leader not in {None, threading.get_ident()}:
                 self.notify()
 
     def _patience(self, due: float | None) -> float:
-        """Returns how long to wait. Whoever told meanwhile may have ended what is waited for, without a word to us."""
+        """Return how long to wait. Whoever told meanwhile may have ended what is waited for, without a word to us."""
         left = None if due is None else max(0.0, due - time.monotonic())
-        return min(one for one in (self._driven.timeout(), left, _LOOK_AGAIN) if one is not None)
+        return min(one for one in (self._launch.timeout(), left, _LOOK_AGAIN) if one is not None)
 
     def _takes_lead(self, me: int) -> bool:
-        """Lets this thread drive; False if another one does, or all has ended."""
-        lock = self._driven.lock
+        """Have this thread drive; False if another one does, or all has ended."""
+        lock = self._launch.lock
         while not lock.acquire(timeout=_LOOK_AGAIN):  # whoever has it may wait for somebody to read what ranks print
             with interrupts.allowed():
                 pass
         try:
-            if self._leader not in {None, me} or self._driven.ended.is_set():
+            if self._leader not in {None, me} or self._launch.ended.is_set():
                 return False
             if self._leader is None:
                 self._lead(me)
@@ -128,40 +132,42 @@ class Driver(Generic[Call]):
             lock.release()
 
     def now_or_next(self, do: Callable[[], None]) -> None:
-        """Does under the lock what each step does, too; leaves it to the next one if the present one takes long."""
-        if self._driven.lock.acquire(timeout=_SHORT_STEP):
+        """Do under the lock what each step does, too; leave it to the next one if the present one takes long."""
+        if self._launch.lock.acquire(timeout=_SHORT_STEP):
             try:
                 do()
             finally:
-                self._driven.lock.release()
+                self._launch.lock.release()
         else:
             self.notify()
 
     def step_aside(self) -> None:
-        """Lets others drive while this thread, if it does, runs user code, which may wait for them."""
-        with self._driven.lock:
+        """Have others drive while this thread, if it does, runs user code, which may wait for them."""
+        with self._launch.lock:
             if self._leader == threading.get_ident():
                 self._lead(None)
-                if not self._driven.idle:
+                if not self._launch.idle:
                     self.notify()
 
     def _lead(self, thread: int | None) -> None:
-        """Lets a thread drive, or nobody but ours; called under the lock."""
+        """Have a thread drive, or nobody but ours; called under the lock."""
         changed, self._leader = thread != self._leader, thread
-        if changed and not self._driven.ended.is_set():  # else ours has left, or is about to
-            with contextlib.suppress(OSError):  # they were closed, which a step will find
-                self._watched.modify(self._driven.fileno(), select.EPOLLIN if thread is None else 0)
+        if changed and not self._launch.ended.is_set():  # else ours has left, or is about to
+            try:
+                self._watched.modify(self._fd, select.EPOLLIN if thread is None else 0)
+            except OSError:  # they were closed, which a step will find
+                return
 
     def drive_to_end(self) -> None:
-        """Drives to the end of all, or waits for that. Can be interrupted."""
-        while not self._driven.ended.is_set():
+        """Drive to the end of all, or waits for that. Can be interrupted."""
+        while not self._launch.ended.is_set():
             if threading.current_thread() is self._thread:  # in a callback of a future's
                 self._follow_once()
-            elif not self._leads(self._driven.ended.is_set):
+            elif not self._leads(self._launch.ended.is_set):
                 self._wait_for_end()
 
     def join(self) -> None:
-        """Waits, after the end, until all have been told, unless a callback asks for it. Can be interrupted."""
+        """Wait, after the end, until all have been told, unless a callback asks for it. Can be interrupted."""
         if threading.current_thread() is not self._thread:
             with interrupts.allowed():
                 self._thread.join()
@@ -177,7 +183,7 @@ class Driver(Generic[Call]):
             os.close(end)
 
     def notify(self) -> None:
-        """Makes whoever drives look again; takes no lock that is held for long: the collector may call it anywhere."""
+        """Make whoever drives look again; takes no lock that is held for long: the collector may call it anywhere."""
         if self._pid != os.getpid():  # a fork shares the descriptor, and some thread may have held the lock
             return
         with self._closing:
@@ -185,13 +191,13 @@ class Driver(Generic[Call]):
                 os.eventfd_write(self._wake.fd, 1)
 
     def end(self) -> None:
-        """Makes the thread look whether what is driven has ended."""
+        """Make the thread look whether the launch has ended."""
         if self._pid == os.getpid():
             with self._closing:
                 self._end.close()
 
     def _leave_to_parent(self) -> None:
-        """Closes a fork's copy of the end at whose closing the parent's thread wakes."""
+        """Close a fork's copy of the end at whose closing the parent's thread wakes."""
         self._end.close()
 
     def _read_wake(self) -> None:
@@ -200,8 +206,8 @@ class Driver(Generic[Call]):
                 os.eventfd_read(self._wake.fd)
 
     def _follow(self) -> None:
-        """Drives while nobody else does; the thread's life."""
-        while not self._driven.ended.is_set():
+        """Drive while nobody else does; the thread's life."""
+        while not self._launch.ended.is_set():
             self._follow_once()
         with self._closing:
             for one in (self._kept, self._wake, self._ending, self._end):
@@ -209,25 +215,25 @@ class Driver(Generic[Call]):
 
     def _follow_once(self) -> None:
         linux.wait_readable([self._kept.fd, self._ending.fd], self._timeout())
-        with self._driven.lock:  # for all of the step: who begins to drive meanwhile would wait for what it has closed
-            drives = (self._leader is None or not self.intact()) and not self._driven.ended.is_set()
+        with self._launch.lock:  # for all of the step: who begins to drive meanwhile would wait for what it has closed
+            drives = (self._leader is None or not self.intact()) and not self._launch.ended.is_set()
             if drives:
                 self._read_wake()
-                self._driven.step()
+                self._launch.step()
         if drives:
             self._tell()
 
     def _timeout(self) -> float | None:
-        """Returns the seconds until the thread is to look again.
+        """Return the seconds until the thread is to look again.
 
         It is not told when somebody ceases to drive, and may begin to wait after a call was submitted and before its
         caller drives it. So it never waits for longer than ranks may idle.
         """
-        with self._driven.lock:
-            if self._driven.ended.is_set():
+        with self._launch.lock:
+            if self._launch.ended.is_set():
                 return 0.0
-            due = self._driven.timeout() if self._leader is None else None
-            return min((one for one in (due, self._driven.rules.idle_timeout) if one is not None), default=None)
+            due = self._launch.timeout() if self._leader is None else None
+            return min((one for one in (due, self._launch.rules.idle_timeout) if one is not None), default=None)
 
 
 def _leave_all_to_parent() -> None:
@@ -235,5 +241,5 @@ def _leave_all_to_parent() -> None:
         driver._leave_to_parent()
 
 
-_drivers: weakref.WeakSet[Driver[Any]] = weakref.WeakSet()
+_drivers: weakref.WeakSet[Driver] = weakref.WeakSet()
 in_forks(_leave_all_to_parent)

@@ -17,7 +17,7 @@ class Holder(Protocol):
     """The ranks, as a handle needs them."""
 
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
-        """Makes a call."""
+        """Make a call."""
 
     @property
     def owner(self) -> str:
@@ -25,7 +25,7 @@ class Holder(Protocol):
 
     @property
     def free_later(self) -> Callable[[str, int], None]:
-        """Makes the next call free a held object, of this launch and number; called in any thread.
+        """Make the next call free a held object, of this launch and number; called in any thread.
 
         It must not hold the ranks: until it is called it is referred to for good.
         """
@@ -50,14 +50,14 @@ class Held:
         self._finalizer.atexit = False
 
     def fetch(self, rank: int | None = None) -> Any:
-        """Returns the object of one rank, or the list of all ranks' objects (None)."""
+        """Return the object of one rank, or the list of all ranks' objects (None)."""
         if rank is not None and not 0 <= rank < len(self.descriptions):
             raise misuse(ValueError(f"fetch(rank={rank}): allowed: 0 to {len(self.descriptions) - 1}, or None for all"))
         values = self._ranks.run(on_ranks.fetch, self, rank)
         return values if rank is None else values[rank]
 
     def free(self) -> None:
-        """Lets go of the objects, with the next call. May be called again."""
+        """Let go of the objects, with the next call. May be called again."""
         self._finalizer()
 
     @property
@@ -93,7 +93,7 @@ class Held:
         return self
 
     def __deepcopy__(self, _: dict[int, Any]) -> Held:
-        """Returns the handle itself: there is one object on each rank, and it is freed once."""
+        """Return the handle itself: there is one object on each rank, and it is freed once."""
         return self
 
 
@@ -116,7 +116,7 @@ class Scattered:
 
 
 def scatter(values: Sequence[Any]) -> Any:
-    """Deals values to ranks that stay: anywhere in the arguments of a call, rank i gets the i-th.
+    """Deal values to ranks that stay: anywhere in the arguments of a call, rank i gets the i-th.
 
     Raises, as the call is made:
         TypeError: It is no call on ``Ranks``.

@@ -59,7 +59,7 @@ _leaving: list[tuple[str, _Set]] = []  # which somebody closes
 
 
 def _forget() -> None:
-    """Forgets them in a fork of the caller, which has no right to its parent's ranks, nor to locks taken there."""
+    """Forget them in a fork of the caller, which has no right to its parent's ranks, nor to locks taken there."""
     _locks.of_sets, _locks.of_making = threading.Lock(), weakref.WeakValueDictionary()
     _sets.clear()
     _leaving.clear()
@@ -71,7 +71,7 @@ in_forks(_forget)
 def call_on_kept(
     options: Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Ended:
-    """Runs the function on the ranks that the options name, or that they share; returns how the call ended."""
+    """Run the function on the ranks that the options name, or that they share; returns how the call ended."""
     if options.ranks is not None:
         return options.ranks.call(options, Call(function, args, kwargs))
 
@@ -88,7 +88,7 @@ def call_on_kept(
 
 
 def _on_granted(options: Options, call: Call, name: str) -> Ended:
-    """Makes the call on ranks that are kept for what it is granted, which it gives back as it ends; they stay."""
+    """Make the call on ranks that are kept for what it is granted, which it gives back as it ends; they stay."""
     from mlaunch.core.load import CallerParts  # which most calls do not need
 
     environ, line = {**os.environ, **(options.env or {})}, StartingLine(name, place_of(options))
@@ -124,7 +124,7 @@ def on_shared(options: Options, make: Callable[[Ranks], T], surroundings: Contex
 
 
 def _shared(options: Options, surroundings: Context | None) -> Ranks:
-    """Returns the set for these options; a fresh one, if environment, working directory or the user's code changed."""
+    """Return the set for these options; a fresh one, if environment, working directory or the user's code changed."""
     own = {field.name: getattr(options, field.name) for field in fields(options) if field.name not in _OF_A_CALL}
     key = f"{id(options.engine)} {sorted(own.items())!r}"  # two engines may look alike
     while True:
@@ -152,14 +152,14 @@ def _shared(options: Options, surroundings: Context | None) -> Ranks:
 
 
 def _leave_out(key: str, over: weakref.ref[_Set]) -> None:
-    """Leaves out a set that has ended: a sweep has as many as it has trials."""
+    """Leave out a set that has ended: a sweep has as many as it has trials."""
     with _locks.of_sets:
         if key in _sets and _sets[key] is over():
             del _sets[key]
 
 
 def _look(key: str, options: Options, environ: dict[str, str], cwd: str) -> tuple[_Set | None, list[tuple[str, _Set]]]:
-    """Returns the set that is there, or else those that are to end before: an older one, idle rivals, what leaves."""
+    """Return the set that is there, or else those that are to end before: an older one, idle rivals, what leaves."""
     with _locks.of_sets:
         found = _sets.get(key)
         if found is not None and (found.environ, found.cwd) == (environ, cwd) and not found.ranks.outdated:
@@ -171,14 +171,14 @@ def _look(key: str, options: Options, environ: dict[str, str], cwd: str) -> tupl
 
 
 def _are_rivals(options: Options, other: _Set) -> bool:
-    """Tells whether they want the same accelerators, whose memory the new one needs; engines know their machines."""
+    """True if they want the same accelerators, whose memory the new one needs; engines know their machines."""
     if options.engine is not None or not other.here:
         return False
     return meet(options, other.ranks.devices, {**os.environ, **(options.env or {})})
 
 
 def meet(options: Options, taken: Sequence[str], environ: Mapping[str, str]) -> bool:
-    """Tells whether ranks with these options would be on a device that is taken; True where that cannot be known."""
+    """True if ranks with these options would be on a device that is taken; True where that cannot be known."""
     kind = taken[0].partition(":")[0]
     if kind == "cpu" or options.device_type not in {"auto", kind}:
         return False

@@ -9,8 +9,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
+from mlaunch.base.exceptions import RanksLost
 from mlaunch.base.log import log
 from mlaunch.base.misuse import is_misuse
 from mlaunch.caller import interrupts
@@ -20,7 +21,6 @@ from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.output_plan import OutputPlan
 from mlaunch.caller.ranks import pickling_for
 from mlaunch.caller.ranks.pickling_for import Destination
-from mlaunch.caller.ranks.session_words import lost
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.report.user_frames import raises_from_caller
 from mlaunch.protocol import calls, explain, payload
@@ -29,8 +29,8 @@ from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.spec import LaunchSpec
 
 _OF_A_CALL = ("deadline", "log_dir", "progress")  # options
-# A memory file for each cost more than a small call.
 _CALL_LIMIT = 16 * 1024  # bytes of a call inside the record that begins it; a memory file costs more than a call
+_SENT = Payload()  # in place of a content that nobody needs any more
 
 
 class MergedOptions:
@@ -65,7 +65,7 @@ class RanksFuture(Future[Any]):
         self._condition = interrupts.Condition()  # type: ignore[assignment]
 
     def queue(self, call: KeptCall) -> None:
-        """Takes in which call is this future's, before that is queued; again, if other ranks are to run it."""
+        """Take in which call is this future's, before that is queued; again, if other ranks are to run it."""
         call.future, self._queued = self, weakref.ref(call)
 
     def __reduce__(self) -> NoReturn:
@@ -80,32 +80,16 @@ class RanksFuture(Future[Any]):
         return super().exception(self._drive_in_callback(timeout))
 
     def _drive_in_callback(self, timeout: float | None) -> float | None:
-        """Drives the call if it is a callback that waits, for whom nobody else would; returns the seconds left."""
+        """Drive the call if it is a callback that waits, for whom nobody else would; returns the seconds left."""
         due = None if timeout is None else time.monotonic() + timeout
         call = self._queued()
         if call is not None and not call.over:
-            call.session.drive_in_callback(self.done, due)
+            call.launch.drive_in_callback(self.done, due)
         return None if due is None else max(0.0, due - time.monotonic())
 
     @property
     def report(self) -> LaunchReport | None:
         return None if self.make_report is None else self.make_report()
-
-
-class Runs(Protocol):
-    """The ranks that run a call, as that needs them."""
-
-    def drive(self, call: KeptCall) -> None:
-        """Drives it until it is over, or these ranks are gone."""
-
-    def drive_in_callback(self, over: Callable[[], bool], due: float | None) -> None:
-        """Drives until that is so, or the time has come, if a callback asks whose thread alone would do it."""
-
-    def pass_words_on(self) -> None:
-        """Sends what the call that runs has to tell."""
-
-    def interrupt(self, call: KeptCall, interrupt: BaseException, *, again: bool) -> None:
-        """Ends it because of an interrupt; the ranks, if that has come before."""
 
 
 def _held_lock() -> threading.Lock:
@@ -132,7 +116,7 @@ class KeptCall:
     free_later: Callable[[str, int], None]
     future: RanksFuture | None = None  # somebody has, or will
     number: int = 0  # of the calls on these ranks, as they were queued
-    session: Runs = field(init=False)  # where it is queued
+    launch: Any = field(init=False)  # the RanksLaunch where it is queued, whose module imports this one
     ended: Ended | None = None
     _make: Callable[[], Ended] = field(init=False)  # finds out how it ended
     stale: str = ""
@@ -146,34 +130,34 @@ class KeptCall:
         return self.spec.call.name
 
     def attach(self, future: RanksFuture | None) -> None:
-        """Takes the future of this call; again, if other ranks are to run it."""
+        """Take the future of this call; again, if other ranks are to run it."""
         if future is not None:
             future.queue(self)
 
     def tell_part(self, feature: str, word: object) -> None:
-        """Sends a feature's part in the agent a word about this call, once it runs. For any thread."""
+        """Send a feature's part in the agent a word about this call, once it runs. For any thread."""
         self.words.append((feature, word))
-        if hasattr(self, "session"):  # it is queued
-            self.session.pass_words_on()
+        if hasattr(self, "launch"):  # it is queued
+            self.launch.pass_words_on()
 
     def take_words(self) -> list[tuple[str, object]]:
-        """Returns what is to be sent, once."""
+        """Return what is to be sent, once."""
         words = []
         while self.words:  # another thread may add one
             words.append(self.words.pop(0))
         return words
 
     def begin(self) -> bool:
-        """Tells whether to begin it; False if its future was cancelled."""
+        """True if to begin it; False if its future was cancelled."""
         return self.future is None or self.future.set_running_or_notify_cancel()
 
     def settle(self, make: Callable[[], Ended]) -> None:
-        """Keeps what finds out how it ended; ``tell`` then asks that, and tells."""
+        """Keep what finds out how it ended; ``tell`` then asks that, and tells."""
         self._make = make
         self.close()
 
     def tell(self) -> None:
-        """Lets those know who wait for a settled call; unpickling its values and telling it may run user code."""
+        """Tell those who wait for a settled call; unpickling its values and telling it may run user code."""
         ended = self.ended = self._make()
         if ended.error is not None:
             self._keep_freed()
@@ -186,25 +170,25 @@ class KeptCall:
         self._end()
 
     def cancel(self) -> None:
-        """Cancels one that has not begun; it may run code of who waits."""
+        """Cancel one that has not begun; it may run code of who waits."""
         if self.future is not None:
             self.future.cancel()
         self.drop()
         self._end()
 
     def drop(self) -> None:
-        """Forgets one that nobody will begin."""
+        """Forget one that nobody will begin."""
         self._keep_freed()
         self.close()
 
     def _keep_freed(self) -> None:
-        """Leaves to a later call what this one was to free: nothing is freed twice, and somebody may have failed."""
+        """Leave to a later call what this one was to free: nothing is freed twice, and somebody may have failed."""
         freed, self.freed = self.freed, ()
         for number in freed:
             self.free_later(self.spec.launch_id, number)
 
     def refuse(self, report: Callable[[], LaunchReport], why: str, cause: BaseException) -> None:
-        """Settles one that lost ranks have left and no others take, and tells that."""
+        """Settle one that lost ranks have left and no others take, and tell that."""
         if self.begin():
             error = lost(self.name, why)
             error.__cause__ = cause
@@ -214,34 +198,36 @@ class KeptCall:
             self.cancel()
 
     def drive(self) -> Ended:
-        """Drives a submitted one to its end, on whatever ranks; an interrupt ends it, and is how it ended."""
+        """Drive a submitted one to its end, on whatever ranks; an interrupt ends it, and is how it ended."""
         interrupt: BaseException | None = None
-        interrupted: Runs | None = None
+        interrupted: Any = None
         while not self.over:
             try:
-                self.session.drive(self)
+                self.launch.drive(self)
             except BaseException as error:  # Ctrl-C, or what another signal handler raised
                 interrupt, interrupted = interrupt or error, self._interrupt(error, interrupted)
         if self.ended is None or (interrupt is not None and self.ended.error is None):
             raise interrupt or CancelledError
         return self.ended
 
-    def _interrupt(self, error: BaseException, interrupted: Runs | None) -> Runs:
-        """Ends the call, where it is by now; returns where. ``interrupted``: the ranks that were asked before."""
-        asked: Runs | None = None
-        while asked is not self.session:  # it may move to fresh ranks meanwhile, which have done nothing yet
-            asked = self.session
+    def _interrupt(self, error: BaseException, interrupted: Any) -> Any:
+        """End the call, where it is by now; returns where. ``interrupted``: the ranks that were asked before."""
+        asked: Any = None
+        while asked is not self.launch:  # it may move to fresh ranks meanwhile, which have done nothing yet
+            asked = self.launch
             asked.interrupt(self, error, again=asked is interrupted)
         return asked
 
     def wait(self) -> None:
-        """Waits until it is over, which another thread sees to."""
+        """Wait until it is over, which another thread sees to."""
         with self._running:
             pass
 
     def close(self) -> None:
-        content, self.content = self.content, Payload()
-        content.close()
+        """Let go of what was sent."""
+        content, self.content = self.content, _SENT
+        if content.memfd >= 0:
+            content.close()
 
     def _end(self) -> None:
         self.over = True
@@ -255,16 +241,26 @@ def _resolve(future: RanksFuture, ended: Ended) -> None:
         future.set_result(ended.values)
 
 
-def pickle_call(to: Destination, name: str, call: Call) -> Payload:
-    """Pickles the call. TypeError that names what cannot be pickled."""
+def lost(name: str, why: str) -> RanksLost:
+    """Return the error of a call whose ranks are gone."""
+    return RanksLost(f"{name} was not run, since its ranks are gone: {why}")
+
+
+def pickle_call(owner: str, name: str, where: str, size: int, call: Call) -> tuple[Payload, bool]:
+    """Pickle a call on ``size`` ranks of the launch ``owner``. TypeError that names what cannot be pickled.
+
+    Returns:
+        The content, and whether other ranks could run it: it holds nothing of these.
+    """
     plain = calls.to_plain(call)
     if type(plain[0]) is tuple and payload.PLAIN.issuperset(map(type, (*call.args, *call.kwargs.values()))):
         data = pickle.dumps(plain, 5)
         if len(data) <= _CALL_LIMIT:
-            return Payload(data)
+            return Payload(data), True
+    to = Destination(owner, where, size)
     with pickling_for.towards(to), interrupts.allowed():  # it runs user code, and may take long
         try:
-            return payload.pack(plain, "call", most=_CALL_LIMIT)
+            return payload.pack(plain, "call", most=_CALL_LIMIT), not to.used
         except OSError:
             raise
         except Exception as error:  # whatever a __reduce__ may raise

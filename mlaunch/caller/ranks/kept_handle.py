@@ -1,42 +1,71 @@
-"""A launch whose ranks stay: its calls are begun, heard and ended one after the other."""
+"""A launch whose ranks stay: its calls are begun, heard and ended one after the other.
+
+Calls and small values go past the agent, which sleeps meanwhile: to each rank by a channel of its own, and back by one
+queue of all ranks, of which the last one to answer tells.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import pickle
+import select
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Protocol
 
+from mlaunch.base import linux
+from mlaunch.base.fds import KeptFd
 from mlaunch.caller import interrupts
+from mlaunch.caller.launch.handle import LaunchHandle
 from mlaunch.caller.launch.outcome import Outcome
-from mlaunch.caller.launch.settle import Ended
-from mlaunch.caller.launch.watchdog import Limits
+from mlaunch.caller.launch.settle import Ended, add_note, settle
+from mlaunch.caller.launch.watchdog import Backing, Limits
 from mlaunch.caller.output.output_plan import OutputPlan
 from mlaunch.caller.output.relay import Events
-from mlaunch.caller.ranks.direct_handle import DirectHandle
-from mlaunch.caller.ranks.driven import KeptServer
 from mlaunch.caller.ranks.kept_call import KeptCall
-from mlaunch.caller.ranks.settle_call import settle_call, settle_values
 from mlaunch.caller.report.launch_report import LaunchReport
+from mlaunch.protocol.board import Board
+from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages import (
     AgentSays,
+    AnswerKind,
     CallOver,
     Cancel,
     DirectAnswer,
     EndCall,
     EndRanks,
     NextCall,
+    RankAnswered,
+    RankHears,
+    RankSays,
     RanksStarting,
+    RankStarted,
 )
+from mlaunch.protocol.payload import Payload
+from mlaunch.protocol.result_queue import ResultQueue
+from mlaunch.protocol.server_messages import BoardFds, DirectFds
 from mlaunch.protocol.spec import LaunchSpec
 
 _AHEAD = 1.0  # seconds after which a call is no short one
 _CHECK_TIMEOUT = 1.0  # seconds that ranks have to compare and meet, at least
 
 
+class KeptServer(Backing, Protocol):
+    """What is behind ranks that stay: a fork server, or an engine's machines."""
+
+    def ended(self) -> bool:
+        """Return whether it has ended."""
+
+    def close(self) -> None:
+        """End the server, if it serves these ranks alone, after they have ended."""
+
+
 @dataclass
-class KeptHandle(DirectHandle):
+class KeptHandle(LaunchHandle):
     """Between two calls its outcome is that of the ranks themselves, of which nothing has been asked."""
 
     server: KeptServer
@@ -47,6 +76,9 @@ class KeptHandle(DirectHandle):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._number = 0  # of the call that was begun last
+        self._by_itself = False  # it is over when all values are there; else when the agent says so
+        self._direct = DirectWays()
         self._is_settled = False  # the last call, and no other output has begun
         self._name = ""  # of the call that was begun last, as the board has it
         self._call: KeptCall | None = None  # it, while it is ahead
@@ -57,12 +89,12 @@ class KeptHandle(DirectHandle):
         self.relay.output.stand_aside()
 
     def begin(self, call: KeptCall) -> None:
-        """Sends the call. OSError if the agent is gone."""
+        """Send the call. OSError if the agent is gone."""
         board, content = self.history.board, call.content
         self.over, self._number, self._begun = False, call.number, time.monotonic()
         self._watchers.begin(self._begun)
-        self._present_call, self._unsent = call.number, call.take_words()
-        self._by_itself = len(self._direct) == self.spec.world_size
+        self._present_call, self._unsent = call.number, call.take_words() if call.words else []
+        self._by_itself = len(self._direct.ranks) == self.spec.world_size
         # After a pause the processor's caches have forgotten us, and each line of Python costs three times what it
         # costs in a loop. So an outcome and an output of the call's own are made only if something else than values
         # comes.
@@ -80,10 +112,11 @@ class KeptHandle(DirectHandle):
             self._direct.send(board, call.number, content)
         else:
             self.agent.send(NextCall(call.number, call.spec.call.deadline, content.data), content.fds())
-        self._send_words()
+        if self._unsent:
+            self._send_words()
 
     def finish(self) -> tuple[Callable[[], Ended], str]:
-        """Ends the call that is over; the ranks wait for the next one. Also returns what is stale in them.
+        """End the call that is over; the ranks wait for the next one. Also returns what is stale in them.
 
         Returns:
             What settles the call, to be called once, without a lock: it unpickles values, by user code.
@@ -93,7 +126,7 @@ class KeptHandle(DirectHandle):
         if found is None:
             self._turn_to_present()
             self._finish_output()
-            found = functools.partial(settle_call, self.outcome, self.report()), self.outcome.stale
+            found = functools.partial(_settle_call, self.outcome, self.report()), self.outcome.stale
             self.outcome = Outcome(self.spec)  # that one has its values still to read
             self.relay.output.stand_aside()  # else other calls would be numbered beside ranks that do nothing
         self._is_settled = True
@@ -101,33 +134,40 @@ class KeptHandle(DirectHandle):
 
     # Ahead: most calls are short, and nothing happens but that all values come
 
-    def wait_ahead(self) -> list[int]:
-        """Waits until something has come, for a while; returns the descriptors that can be read."""
+    def wait_ahead(self) -> Events:
+        """Wait until something has come, for a while; return what."""
         with interrupts.allowed():
-            due = (_AHEAD, self._watchers.timeout(), self._limits.timeout())
-            return [fd for fd, _ in self.relay.wait(min(seconds for seconds in due if seconds is not None))]
+            timeout = _AHEAD
+            for due in (self._watchers.timeout(), self._limits.timeout()):
+                if due is not None and due < timeout:
+                    timeout = due
+            return self.relay.wait(timeout)
 
-    def hear_ahead(self, ready: list[int]) -> bool:
-        """Takes in values; False if something else has come, or somebody else has taken them in."""
-        if not self.ahead or ready != [self._direct.fd] or not self._direct.intact():
+    def hear_ahead(self, come: Events) -> bool:
+        """Take in values; False if something else has come, or somebody else has taken them in."""
+        direct = self._direct
+        if not self.ahead or come != [(direct.fd, select.EPOLLIN)]:
             return False
-        for answer in self._direct.drain():
+        if not self.relay.surely_watches(direct.fd) or not direct.answers_intact():
+            return False
+        for answer in direct.drain():
             if answer[1] == self._number:
                 self._told[answer[0]] = answer
         self.over = len(self._told) == self.spec.world_size
         return True
 
     def _finish_ahead(self) -> tuple[Callable[[], Ended], str] | None:
-        """Does as ``finish`` for a call of which only values have come; None if there is more to it."""
+        """Do as ``finish``, if ranks have sent values and nothing else; return None otherwise."""
         if not self.ahead or self._call is None or self.relay.wait(0.0):
             return None
         spec, values = self._call.spec, [self._told[rank][3] for rank in range(self.spec.world_size)]
-        report = self.history.report_of_values(spec, list(map(len, values)), self._begun, self.relay.output.tails())
+        sizes = list(map(len, values))
+        report = self.history.report_of_values(spec, sizes, self._begun, self.relay.output.tails())
         self.ahead, self._call = False, None
-        return functools.partial(settle_values, spec, values, report), self._told[0][2]
+        return functools.partial(_settle_values, spec, values, report), self._told[0][2]
 
     def _turn_to_present(self) -> None:
-        """Begins in full what was begun ahead."""
+        """Begin in full what was begun ahead."""
         if self.ahead and self._call is not None:
             self.ahead = False
             self._turn(self._call.plan, self._call.spec)
@@ -137,19 +177,19 @@ class KeptHandle(DirectHandle):
             self._call = None
 
     def step(self, readable: Events | None = None) -> bool:
-        """Takes in what has come, without waiting; False after the last word of the launch."""
+        """Take in what has come, without waiting; False after the last word of the launch."""
         self._turn_to_present()
         self._turn_to_none()  # not at once: mostly the next call comes before ranks say anything
         return super().step(readable)
 
     def end_call(self, interrupt: BaseException) -> None:
-        """Asks to end it, as Ctrl-C does, because of an interrupt."""
+        """Ask to end it, as Ctrl-C does, because of an interrupt."""
         self._turn_to_present()
         self.outcome.interrupted_by(interrupt)
         self.ask_to_end()
 
     def ask_to_end(self) -> None:
-        """Asks for the end of the call alone."""
+        """Ask for the end of the call alone."""
         self._limits.begin_cancel(force=False)
         self._end_by(EndCall(self._number))
 
@@ -158,12 +198,12 @@ class KeptHandle(DirectHandle):
         self.agent.try_send(asked)
 
     def _end_late(self) -> None:
-        """Tells the agent that the deadline of the call has passed, unless all values are there."""
+        """Tell the agent that the deadline of the call has passed, unless all values are there."""
         if not self.over:
             self._end_by(EndCall(self._number, self._limits.deadline))
 
     def end_ranks(self) -> None:
-        """Asks the ranks to leave."""
+        """Ask the ranks to leave."""
         self._turn_to_present()
         self._turn_to_none()  # now, since it would begin to count anew
         self.ending = self.outcome.leaving = True
@@ -171,14 +211,14 @@ class KeptHandle(DirectHandle):
         self.agent.try_send(EndRanks())
 
     def cancel(self, *, force: bool) -> None:
-        """Ends the launch, whatever its ranks do."""
+        """End the launch, whatever its ranks do."""
         self._turn_to_present()
         self.ending = True
         self._limits.begin_cancel(force=force)
         self.agent.try_send(Cancel(force))
 
     def finish_launch(self) -> tuple[Outcome, Callable[[], LaunchReport]]:
-        """Returns what was heard of the launch, which is over; to be settled without a lock, and closed."""
+        """Return what was heard of the launch, which is over; to be settled without a lock, and closed."""
         self._read_answers()
         self.relay.finish(0.0)
         found = self.outcome, self.report()
@@ -186,18 +226,18 @@ class KeptHandle(DirectHandle):
         return found
 
     def adapt_output(self, plan: OutputPlan) -> OutputPlan:
-        """Returns the plan of a call's output, adapted to these ranks: with host names, if they are on several."""
+        """Return the plan of a call's output, adapted to these ranks: with host names, if they are on several."""
         return plan
 
     def _turn_to_none(self) -> None:
-        """Switches to the idle state between calls, unless already there."""
+        """Switch to the idle state between calls, unless already there."""
         if self._is_settled:
             self._begun = time.monotonic()
             self._turn(self.idle_plan, self.idle_spec)
             self.relay.output.stand_aside()
 
     def _turn(self, plan: OutputPlan, spec: LaunchSpec) -> None:
-        """Begins what belongs to one call, or to none."""
+        """Begin what belongs to one call, or to none."""
         self._is_settled = False
         self.outcome.close()
         self.spec = spec
@@ -207,11 +247,21 @@ class KeptHandle(DirectHandle):
         self.relay.turn_to(plan, spec.local_world_size, self.history.board)
 
     def _limit(self, spec: LaunchSpec) -> None:
-        """Begins to count for a call, which has begun before; keeps the deadline where no agent does."""
+        """Begin to count for a call, which has begun before; keeps the deadline where no agent does."""
         agent, grace_period = self._limits.agent, spec.grace_period + max(spec.grace_period, _CHECK_TIMEOUT)
         late = self._end_late if self._by_itself and spec.call.deadline is not None else None
         self._limits = Limits(grace_period, spec.call.deadline, self.server.kill, agent, late, self._begun)
         self._limits.hold(self._watchers.held)
+
+    def intact(self) -> bool:
+        # Asked for each call: what the poll holds it need not be asked for itself.
+        if self.relay.surely_watches(self.agent.fileno(), self._direct.fd):
+            return self._direct.others_intact()
+        return super().intact() and self._direct.intact()
+
+    def close(self) -> None:
+        super().close()
+        self._direct.close()
 
     def _show(self, record: AgentSays, fds: Sequence[int]) -> None:
         if isinstance(record, CallOver):
@@ -220,11 +270,147 @@ class KeptHandle(DirectHandle):
             memfds = iter(fds)
             for answer in record.answers:
                 self.outcome.take(answer, [] if answer.data else [next(memfds)])
+        elif isinstance(record, RanksStarting) and (offered := BoardFds.of(fds).direct) is not None:
+            self._direct.take_answers(offered, self.relay.watch(offered.all_there))
+        elif isinstance(record, RankStarted) and record.channels:
+            self._direct.take_rank(record.rank, fds[0])
+        self._note_values()
         super()._show(record, fds)
         if isinstance(record, RanksStarting):
             self._show_name()
 
     def _show_name(self) -> None:
-        """Writes for ``mlaunch ps`` what runs now, once there is a place for it."""
+        """Write for ``mlaunch ps`` what runs now, once there is a place for it."""
         if self.history.board is not None:
             self.history.board.name = self._name
+
+    # Values that come without the agent, of a call that is not ahead any more
+
+    def _take_answers(self, ready: set[int]) -> None:
+        if self._direct.fd in ready:
+            self._read_answers()
+            self._note_values()
+
+    def _read_answers(self) -> None:
+        """Take in the values that ranks have sent without their agent."""
+        try:
+            answers = self._direct.drain() if self._direct.hears() else ()
+        except EOFError:  # the ranks are gone, and their agent
+            self.relay.unwatch(self._direct.fd)
+            self._direct.close_answers()
+            return
+        for answer in answers:
+            if answer[1] == self._number:
+                self._take_answer(answer)
+
+    def _take_answer(self, answer: DirectAnswer) -> None:
+        local_rank, _, stale, data = answer
+        rank = self.spec.rank(local_rank)
+        pid = self.history.started[rank].pid
+        self.outcome.take(RankAnswered(rank, pid, AnswerKind.VALUE, False, time.monotonic(), stale, data), [])
+
+    def _note_values(self) -> None:
+        """Note whether all values of a call are there that is over with them."""
+        if self._by_itself and len(self.outcome.values) == self.spec.world_size:
+            self.over = True
+
+
+def _is_nothing() -> bool:
+    return True
+
+
+class DirectWays:
+    """The ways by which ranks are called past their agent, and send small values: filled while they start."""
+
+    def __init__(self) -> None:
+        self.ranks: dict[int, Channel[RankSays, RankHears]] = {}  # the ends on which they hear
+        self.fd = -1  # can be read when all have answered; -1: none can
+        self._answers: ResultQueue[DirectAnswer] | None = None
+        self._kept: tuple[KeptFd, ...] = ()  # what answers come on, and ``fd``
+        self._is_watched = _is_nothing
+        self._others: dict[int, tuple[int, int] | None] = {}  # what all but ``fd`` stand for, by number
+
+    def take_answers(self, offered: DirectFds, is_watched: Callable[[], bool]) -> None:
+        """Take what answers come by. ``is_watched``: True if what tells that all are there is still the same."""
+        self._is_watched = is_watched
+        self.fd, self._answers = offered.all_there, ResultQueue(Connection(offered.answers, writable=False))
+        self._kept = KeptFd(offered.answers), KeptFd(offered.all_there)
+        self._others = {**self._others, **linux.identities([offered.answers])}
+
+    def take_rank(self, rank: int, fd: int) -> None:
+        """Take the end on which a rank hears."""
+        self.ranks[rank] = Channel.adopt(fd)
+        self._others = {**self._others, **linux.identities([fd])}
+
+    def intact(self) -> bool:
+        """True if the descriptors are still these ways': others may have closed them and opened files."""
+        return self.hears() and all(way.intact() for way in self.ranks.values())
+
+    def others_intact(self) -> bool:
+        """True if all are but ``fd``, which is not looked at."""
+        others = self._others
+        return linux.identities(others) == others
+
+    def answers_intact(self) -> bool:
+        """True if what answers come on is."""
+        return bool(self._kept) and self._kept[0].intact()
+
+    def hears(self) -> bool:
+        """True if that and ``fd`` are."""
+        if not self._is_watched():
+            self._kept[1].forget()
+        return all(one.intact() for one in self._kept)
+
+    def send(self, board: Board, number: int, content: Payload) -> None:
+        """Send all ranks a call. One that is gone hears nothing, which its agent will tell."""
+        # Before the call is sent: the agent, which wakes if a rank dies of it, must know which call it was.
+        board.call = number
+        # A plain tuple: pickle would look the class of a record up in each rank. Pickled once for all ranks.
+        record, fds = pickle.dumps((number, content.data)), () if content.data else content.fds()
+        for way in self.ranks.values():
+            way.try_send_pickled(record, fds)
+
+    def drain(self) -> Sequence[DirectAnswer]:
+        """Return the answers that have come. EOFError: the ranks are gone, and their agent."""
+        if self._answers is None:
+            return ()
+        try:  # noqa: SIM105 - a short call would feel it
+            os.eventfd_read(self.fd)
+        except BlockingIOError:
+            pass
+        return self._answers.drain()
+
+    def close_answers(self) -> None:
+        """Close the end on which answers came."""
+        if self._answers is not None:
+            self._answers.leave_reader()
+        for one in self._kept:
+            one.close()
+        self.fd, self._answers, self._kept, self._is_watched = -1, None, (), _is_nothing
+
+    def close(self) -> None:
+        """Close all."""
+        self.close_answers()
+        for way in self.ranks.values():
+            way.close()
+
+
+# How a call has ended. Values are unpickled here, which may run user code.
+
+
+def _settle_call(outcome: Outcome, report: Callable[[], LaunchReport]) -> Ended:
+    """Settle a call by all that was heard of it."""
+    if outcome.interrupt is not None and outcome.stacks:
+        add_note(outcome.interrupt, f"{outcome.spec.call.name} was interrupted; {'; '.join(outcome.doing())}")
+    try:
+        return settle(outcome, report)
+    finally:
+        outcome.close()
+
+
+def _settle_values(spec: LaunchSpec, values: Sequence[bytes], report: Callable[[], LaunchReport]) -> Ended:
+    """Settle a call of which nothing was noted but its values, in the order of ranks."""
+    try:
+        return Ended(report, list(map(pickle.loads, values)), None)
+    except (Exception, SystemExit):  # whatever a __setstate__ may raise: it will do it again where that is told
+        return settle(Outcome(spec, values={rank: Payload(value) for rank, value in enumerate(values)}), report)

@@ -1,34 +1,41 @@
-"""The ranks behind one ``Ranks``: its present session, the calls made for it, and what is noted between them."""
+"""The ranks behind one ``Ranks``: its present launch, the calls made for it, and what is noted between them."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import itertools
 import os
 import sys
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.exceptions import RanksLost
+from mlaunch.base.log import log
 from mlaunch.base.misuse import misuse
-from mlaunch.caller import arguments, interrupts
-from mlaunch.caller.launch.call import flush_streams
+from mlaunch.caller import arguments, interrupts, nesting
+from mlaunch.caller.launch.call import flush_streams, planned, server_for
+from mlaunch.caller.launch.plan import Attempt, ThisMachine
 from mlaunch.caller.launch.settle import Ended
+from mlaunch.caller.launch.start import send_launch, with_pipes
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.output.output_plan import OutputPlan, output_plan, with_directory
+from mlaunch.caller.output.live import StartingLine
+from mlaunch.caller.output.output_plan import OutputPlan, output_plan, place_of, with_directory
+from mlaunch.caller.output.relay import Relay
 from mlaunch.caller.ranks.kept_call import KeptCall, MergedOptions, RanksFuture, pickle_call
-from mlaunch.caller.ranks.open_session import open_session
-from mlaunch.caller.ranks.pickling_for import Destination
-from mlaunch.caller.ranks.session import RanksLaunch
-from mlaunch.caller.ranks.session_words import older_code
-from mlaunch.caller.ranks.stay_rules import StayRules
+from mlaunch.caller.ranks.kept_handle import KeptHandle
+from mlaunch.caller.ranks.ranks_launch import RanksLaunch, StayRules
+from mlaunch.caller.report.history import History
 from mlaunch.caller.report.launch_report import LaunchReport
+from mlaunch.caller.server.warm import warm_server
 from mlaunch.caller.warn import warn_caller
+from mlaunch.core.grants import Grant
 from mlaunch.protocol import calls
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import Context, LaunchSpec
@@ -37,7 +44,15 @@ if TYPE_CHECKING:
     from mlaunch.core.load import CallerParts
 
 _KEPT = 20  # reports
-_sessions: weakref.WeakSet[RanksLaunch] = weakref.WeakSet()
+_INSTEAD = {
+    "max_restarts": "it starts fresh ranks when they are lost; see restart=",
+    "max_preemptions": "the next call starts fresh ranks",
+    "keep": "see idle_timeout=",
+    "inline": "its ranks are processes",
+    "debug": "a decorated function does, for a call on ranks of its own",
+    "ranks": "it makes them",
+}
+_launches: weakref.WeakSet[RanksLaunch] = weakref.WeakSet()
 
 
 class ClosedError(RuntimeError):
@@ -45,7 +60,7 @@ class ClosedError(RuntimeError):
 
 
 class RankSet:
-    """Makes calls, each on the present session: the first, or a fresh one after that was lost."""
+    """Makes calls, each on the present launch: the first, or a fresh one after that was lost."""
 
     def __init__(
         self, options: Options, *, restart: bool, idle_timeout: float | None, surroundings: Context | None = None
@@ -62,28 +77,29 @@ class RankSet:
         self._freed: deque[tuple[str, int]] = deque()
         self._merged = MergedOptions(options)
         self._known: tuple[tuple[RanksLaunch, Options, str], tuple[LaunchSpec, OutputPlan]] | None = None
-        self.session = self._open(surroundings)
+        self.launch = self._open(surroundings)
 
     def next_number(self) -> int:
-        """Returns a number that no call and no held value of these ranks has."""
+        """Return a number that no call and no held value of these ranks has."""
         return next(self._numbers)
 
     def submit(self, options: Options, call: Call, future: RanksFuture | None = None) -> RanksFuture:
-        """Queues a call; of the options count those that are a call's own. ``future``: if there is one already."""
-        session, made, future = None, None, RanksFuture() if future is None else future
+        """Queue a call; of the options count those that are a call's own. ``future``: if there is one already."""
+        launch, made, future = None, None, RanksFuture() if future is None else future
         try:
             with interrupts.deferred():
-                session, made = self._submit(options, call, future)
-                session.leave_to_thread()
+                launch, made = self._submit(options, call, future)
+                launch.leave_to_thread()
             return future
         except BaseException as interrupt:  # nobody will have the future
-            if session is not None and made is not None:
-                session.interrupt(made, interrupt)
+            if launch is not None and made is not None:
+                launch.interrupt(made, interrupt)
             raise
 
     def run(self, options: Options, call: Call) -> tuple[str, Ended]:
-        """Makes a call and drives it to its end; returns whose it was, too. An interrupt ends it, and is raised."""
-        features = [feature for feature in options.features if not feature.waits]  # whose parts are of the ranks
+        """Make a call and drive it to its end; return whose it was, too. An interrupt ends it, and is raised."""
+        # Those that wait have parts of the ranks alone.
+        features = options.features and [feature for feature in options.features if not feature.waits]
         if not features:
             return self._run(options, call)
         from mlaunch.core.load import CallerParts  # which most calls do not need
@@ -106,22 +122,63 @@ class RankSet:
             arguments.check(call.function, call.args, call.kwargs)
         flush_streams()  # what was printed before the call stands before what the ranks print
         while True:
-            session = self._present()
-            made = self._make(session, options, call)
-            made.attach(future)
+            launch = self._present()
+            made = self._make(launch, options, call)
+            if future is not None:
+                made.attach(future)
             try:
                 with self._opening:  # else what close() does not wait for would be cancelled by it
-                    self._check()
-                    session.submit(made)
-                return session, made
+                    if self.closed:
+                        self._check()
+                    launch.submit(made)
+                return launch, made
             except RanksLost:  # meanwhile; what that means is decided above
                 made.drop()
             except BaseException:
                 made.drop()
                 raise
 
+    def ask_idle(self, call: Call, patience: float) -> list[Any] | None:
+        """Make a call of which nothing is reported or shown, if the ranks have nothing else to do; return its values.
+
+        None: the ranks are busy, or gone, or have not answered after ``patience`` seconds. Then the call goes on, and
+        others wait for it: to end it might end ranks that are only slow, with what they hold.
+        """
+        launch = self.launch
+        if self.closed or self.pid != os.getpid() or launch.over or not launch.idle or not launch.whole():
+            return None
+        with interrupts.deferred():
+            future = self._submit_question(launch, call)
+        if future is None:
+            return None
+        try:
+            return list(future.result(patience))
+        except Exception:  # mostly that the time is over, or the ranks are: the next call tells that
+            log.debug("%s: no answer", call.name, exc_info=True)
+            return None
+
+    def _submit_question(self, launch: RanksLaunch, call: Call) -> RanksFuture | None:
+        """Begin the call at once, or not at all."""
+        spec, portable = launch.handle.idle_spec.called(name=call.name), calls.portable(call.function)
+        sent = Call(portable, call.args, call.kwargs)
+        content, _ = pickle_call(launch.launch_id, call.name, call.name, spec.world_size, sent)
+        future = RanksFuture()
+        made = KeptCall(spec, content, launch.handle.idle_plan, self.options, False, (), self.free_later)
+        made.unheard = True
+        made.attach(future)
+        try:
+            launch.submit(made)
+        except RanksLost:
+            made.drop()
+            return None
+        if not future.running() and not future.done():  # another thread's has come first
+            launch.interrupt(made, CancelledError())
+            return None
+        launch.leave_to_thread()
+        return future
+
     def note(self, future: Future[Any]) -> None:
-        """Keeps the report of a call that is over, and warns of old code in the ranks."""
+        """Keep the report of a call that is over, and warn of old code in the ranks."""
         if isinstance(future, RanksFuture) and future.make_report is not None:
             self._note(future.make_report, future.stale)
 
@@ -133,83 +190,86 @@ class RankSet:
         self.told_stale.update(stale.split(","))
         if new:
             self.outdated = True
-            warn_caller(older_code(new, shared=self._rules.yields))
+            warn_caller(_older_code(new, shared=self._rules.yields))
 
     def stay(self, seconds: float | None) -> None:
-        """Sets the idle timeout, and lets other ranks end these while they are idle, to get their devices."""
+        """Set the idle timeout; from now on other ranks may end these while they are idle, to get their devices."""
         self._rules.yields = True
         was, self._rules.idle_timeout = self._rules.idle_timeout, seconds
         if was != seconds:
-            self.session.leave_to_thread()  # which waits for as long as it was before
+            self.launch.leave_to_thread()  # which waits for as long as it was before
 
     def when_over(self, forget: Callable[[], None]) -> None:
-        """Closes the ranks once they have ended and nobody has to hear of that, and calls ``forget`` then.
+        """Close the ranks once they have ended and nobody has to hear of that, and call ``forget`` then.
 
         A call that comes meanwhile raises ClosedError, or starts fresh ranks before. ``forget`` must not hold the
         ranks: what ends them with their last user holds this.
         """
 
-        def close(session: RanksLaunch) -> None:
-            # The lock of opening may be held for seconds; whoever opens a session asks again under it.
-            if self.session is session:
+        def close(launch: RanksLaunch) -> None:
+            # The lock of opening may be held for seconds; who opens a launch asks again under it.
+            if self.launch is launch:
                 self.closed = True
                 forget()
 
         self._rules.forget = close
 
     def free_later(self, owner: str, number: int) -> None:
-        """Lets the next call free a held object; called in any thread."""
+        """Free a held object with the next call; for any thread."""
         self._freed.append((owner, number))
 
     def close(self, *, wait: bool, cancel: bool = False) -> None:
-        """Ends the ranks; there are no calls after it. ``cancel``: those that have not begun."""
+        """End the ranks; there are no calls after it. ``cancel``: those that have not begun."""
         if self.pid != os.getpid():
             return
         with self._opening:
             self.closed = True
         with interrupts.deferred():
             if cancel:
-                self.session.cancel_queued()
-            self.session.close(wait=wait)
+                self.launch.cancel_queued()
+            self.launch.close(wait=wait)
 
     def abandon(self) -> None:
-        """Lets the ranks end after what was submitted; the collector may call it anywhere."""
+        """Have the ranks end after what was submitted; the collector may call it anywhere."""
         self.closed = True
-        self.session.abandon()
+        self.launch.abandon()
 
-    def _make(self, session: RanksLaunch, options: Options, call: Call) -> KeptCall:
+    def _make(self, launch: RanksLaunch, options: Options, call: Call) -> KeptCall:
         name = call.name or f"{getattr(call.function, '__qualname__', type(call.function).__qualname__)}()"
-        options = with_directory(self._merged.with_those_of(options), name)
-        spec, plan = self._planned(session, options, name)
-        freed = self._take_freed(session.launch_id)
-        to = Destination(session.launch_id, f"{name} on {spec.world_size} ranks", spec.world_size)
+        if options is not self.options:
+            options = self._merged.with_those_of(options)
+        if options.log_dir is not None:
+            options = with_directory(options, name)
+        spec, plan = self._planned(launch, options, name)
+        freed = self._take_freed(launch.launch_id) if self._freed else ()
         sent = Call(calls.portable(call.function), call.args, call.kwargs, freed, call.held, call.seed)
+        size = spec.world_size
         try:
-            content = pickle_call(to, name, sent)
+            content, moves = pickle_call(launch.launch_id, name, f"{name} on {size} ranks", size, sent)
         except BaseException:
-            self._freed.extend((session.launch_id, number) for number in freed)
+            self._freed.extend((launch.launch_id, number) for number in freed)
             raise
-        return KeptCall(spec, content, plan, options, not to.used, freed, self.free_later)
+        return KeptCall(spec, content, plan, options, moves, freed, self.free_later)
 
-    def _planned(self, session: RanksLaunch, options: Options, name: str) -> tuple[LaunchSpec, OutputPlan]:
-        """Returns what a call has of its own; that of the last call, if nothing differs."""
-        known = (session, options, name)
+    def _planned(self, launch: RanksLaunch, options: Options, name: str) -> tuple[LaunchSpec, OutputPlan]:
+        """Return what a call has of its own; that of the last call, if nothing differs."""
+        known = (launch, options, name)
         if self._known is not None and self._known[0] == known:
             return self._known[1]
-        spec = session.handle.idle_spec.called(name=name, deadline=options.deadline)
-        found = spec, session.handle.adapt_output(output_plan(options, spec))
+        spec = launch.handle.idle_spec.called(name=name, deadline=options.deadline)
+        found = spec, launch.handle.adapt_output(output_plan(options, spec))
         self._known = (known, found) if found[1].directory is None and found[1].area is None else None
         return found
 
     def _open(self, surroundings: Context | None) -> RanksLaunch:
-        session = open_session(self.options, self._rules, surroundings)
-        _sessions.add(session)
+        launch = start_ranks(self.options, self._rules, surroundings)
+        _launches.add(launch)
         atexit.unregister(_close_all)
         atexit.register(_close_all)  # to be called before an engine gives its machines back
-        return session
+        return launch
 
     def _check(self) -> None:
-        """Refuses what is no use: to a fork, first, where some thread of the parent may hold a lock for ever."""
+        """Refuse what is no use: to a fork, first, where some thread of the parent may hold a lock for ever."""
         if self.pid != os.getpid():
             raise misuse(RuntimeError(f"these ranks belong to process {self.pid}, of which this one is a fork"))
         if self.closed:
@@ -218,50 +278,50 @@ class RankSet:
             raise misuse(RuntimeError("the interpreter is ending, and has ended its ranks; call them before that"))
 
     def _present(self) -> RanksLaunch:
-        """Returns the present session; a fresh one, if that is over.
+        """Return the present launch; a fresh one, if that is over.
 
-        Meanwhile no lock is held but that of opening: whoever ends a session runs callbacks, which may submit.
+        Meanwhile no lock is held but that of opening: who ends a launch runs callbacks, which may submit.
         """
         while True:
+            launch = self.launch
+            if not launch.whole():
+                launch.step()
+                launch.tell()
+            if not launch.over:
+                return launch
             self._check()
-            session = self.session
-            if not session.whole():
-                session.step()
-                session.tell()
-            if not session.over:
-                return session
-            session.see_end()
-            if not self._rules.restart and not session.expired:
-                raise misuse(RanksLost(f"the ranks are gone: {session.why_lost}; make new ones (restart=True does)"))
+            launch.see_end()
+            if not self._rules.restart and not launch.expired:
+                raise misuse(RanksLost(f"the ranks are gone: {launch.why_lost}; make new ones (restart=True does)"))
             self._check()  # it may have been closed meanwhile
-            self._warn_of(session)
+            self._warn_of(launch)
             refused: list[tuple[KeptCall, RanksLost]] = []
             with self._opening:
-                if self.session is session and not self.closed:
-                    self.session = self._open(session.handle.idle_spec.context)  # of when they were made
-                    refused = self._move(session)
+                if self.launch is launch and not self.closed:
+                    self.launch = self._open(launch.handle.idle_spec.context)  # of when they were made
+                    refused = self._move(launch)
             for call, error in refused:
-                call.refuse(session.report, session.why_lost, error)
+                call.refuse(launch.report, launch.why_lost, error)
 
-    def _warn_of(self, session: RanksLaunch) -> None:
-        if why := session.take_loss():
+    def _warn_of(self, launch: RanksLaunch) -> None:
+        if why := launch.take_loss():
             warn_caller(f"the ranks were lost between calls: {why}; fresh ones are started")
 
     def _move(self, lost: RanksLaunch) -> list[tuple[KeptCall, RanksLost]]:
-        """Gives the present session, before all others, what lost ranks have left; returns what it refuses."""
+        """Give the present launch, before all others, what lost ranks have left; return what it refuses."""
         refused = []
         while (call := lost.take_left()) is not None:
-            call.spec, call.plan = self._planned(self.session, call.options, call.name)
+            call.spec, call.plan = self._planned(self.launch, call.options, call.name)
             call.attach(call.future)
             try:
-                self.session.submit(call)
+                self.launch.submit(call)
             except RanksLost as error:  # these, too
                 refused.append((call, error))
-        self.session.leave_to_thread()
+        self.launch.leave_to_thread()
         return refused
 
     def _carry_on(self, lost: RanksLaunch) -> None:
-        """Starts the ranks that run what lost ones have left, if nobody has yet."""
+        """Start the ranks that run what lost ones have left, if nobody has yet."""
         try:
             self._present()
         except BaseException as error:
@@ -272,12 +332,91 @@ class RankSet:
 
     def _take_freed(self, owner: str) -> tuple[int, ...]:
         found = []
-        with contextlib.suppress(IndexError):  # handles are collected in any thread
+        with contextlib.suppress(IndexError):  # other threads take some, too
             while True:
                 found.append(self._freed.popleft())
         return tuple(number for of, number in found if of == owner)
 
 
 def _close_all() -> None:
-    for session in list(_sessions):
-        session.close(wait=False)
+    for launch in list(_launches):
+        launch.close(wait=False)
+
+
+def _older_code(names: Sequence[str], *, shared: bool) -> str:
+    """Say which modules have changed. ``shared``: the ranks are those of ``keep=``, which nobody can reload."""
+    next_step = "fresh ranks, which have it, run the next call" if shared else "ranks.reload() loads it"
+    return (
+        f"the ranks run older code than the files of {', '.join(names)} hold, since they imported it before the "
+        f"change; {next_step}"
+    )
+
+
+def start_ranks(options: Options, rules: StayRules, surroundings: Context | None = None) -> RanksLaunch:
+    """Start ranks with these options; do not wait for them. ``surroundings``: None for those of this moment."""
+    _check(options)
+    if options.engine is not None:
+        launch: RanksLaunch = options.engine.open_session(options, rules)
+        return launch
+    with interrupts.deferred():
+        history = History()
+        environ = surroundings.environ if surroundings is not None else {**os.environ, **(options.env or {})}
+        server = server_for(options, Call(int, (), {}), environ)
+        owned = options.start_method != "forkserver"
+        try:
+            place = place_of(options)
+            with StartingLine("Ranks", place) as line:
+                machine = ThisMachine(server.ready(None, line.show), server.count_devices)
+            spec = planned(Grant(options, environ), machine, "Ranks", Attempt(0, None))
+            spec = dataclasses.replace(spec.called(name=f"Ranks ({spec.world_size})", deadline=None), stays=True)
+            spec = dataclasses.replace(spec, context=surroundings or spec.context)
+            history.ready = time.monotonic()
+            plan = output_plan(options.replaced({"log_dir": None}), spec, place)
+            spec = with_pipes(spec, plan)
+            agent = send_launch(server, spec, None)
+            handle = KeptHandle(spec, server, agent, Relay(plan, spec.local_world_size, 0), history)
+        except BaseException:
+            if owned:
+                server.close()
+            raise
+        return RanksLaunch(handle, rules, own_server=owned)
+
+
+def check_ranks(options: Options) -> None:
+    """Raise what ``start_ranks`` would, of options with which no ranks can be started here; start none.
+
+    An engine checks its own, as it asks for machines.
+    """
+    _check(options)
+    if options.engine is not None:
+        return
+    with interrupts.deferred():
+        environ = {**os.environ, **(options.env or {})}
+        server = warm_server.get(environ)  # whatever the start method, this machine has the same
+        machine = ThisMachine(server.ready(None, lambda: None), server.count_devices)
+        planned(Grant(options, environ), machine, "Ranks", Attempt(0, None))
+
+
+def _check(options: Options) -> None:
+    """Refuse what ranks that stay cannot do."""
+    rank = nesting.rank_of_process() if options.join else ""
+    if rank:
+        raise misuse(
+            RuntimeError(
+                f"Ranks() is called in {rank}; to start ranks of its own there, give join=False. Otherwise make "
+                f"them in the process that starts the others"
+            )
+        )
+    wrong = [f"{name} ({instead})" for name, instead in _INSTEAD.items() if getattr(options, name)]
+    wrong += [f"{one.options[0]} ({one.one_call})" for one in options.features if one.one_call]
+    if wrong:
+        raise misuse(ValueError(f"Ranks does not take {', '.join(wrong)}"))
+    size = len(options.devices) if options.devices is not None else options.n_gpus
+    if options.rank_start > 0 or (options.world_size is not None and options.world_size != (size or 1)):
+        raise misuse(
+            ValueError(
+                f"world_size={options.world_size}, rank_start={options.rank_start}: ranks that stay are called by "
+                f"one process, which starts them; allowed: world_size=None, rank_start=0. For several machines give "
+                f"engine="
+            )
+        )

@@ -13,8 +13,7 @@ from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options, about
 from mlaunch.caller.ranks.held import Held
 from mlaunch.caller.ranks.kept_call import RanksFuture
-from mlaunch.caller.ranks.open_session import check_session
-from mlaunch.caller.ranks.rank_set import RankSet
+from mlaunch.caller.ranks.rank_set import RankSet, check_ranks
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.report.user_frames import without_ours
 from mlaunch.caller.warn import warn_caller
@@ -77,7 +76,7 @@ class Ranks:
     # Calls
 
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
-        """Runs the function on every rank, after the calls before it; returns their values in the order of ranks.
+        """Run the function on every rank, after the calls before it; return their values in the order of ranks.
 
         Raises:
             Exception: What a call of a decorated function raises; a note says what has become of the ranks.
@@ -87,14 +86,15 @@ class Ranks:
         __tracebackhide__ = True
         function, args = _unwrapped(function, args)
         try:
-            return self.call(self._set.options, Call(function, args, kwargs)).result()
+            ours = self._set
+            return ours.run(ours.options, Call(function, args, kwargs))[1].result()
         except BaseException as error:
             if not hides_our_frames(error):
                 raise
             raise without_ours(error) from error.__cause__
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RanksFuture:
-        """Queues the call and returns the future of the list that ``run`` returns; ``future.report`` reports on it."""
+        """Queue the call and return the future of the list that ``run`` returns; ``future.report`` reports on it."""
         __tracebackhide__ = True
         function, args = _unwrapped(function, args)
         ours = self._set
@@ -108,7 +108,7 @@ class Ranks:
         return future
 
     def hold(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Held:
-        """Runs the function on every rank and leaves there what it returns; returns the handle of these objects."""
+        """Run the function on every rank and leave there what it returns; return the handle of these objects."""
         __tracebackhide__ = True
         if not callable(function) or _is_model(function):
             raise misuse(TypeError(f"hold() takes a function that makes the object, not a {type(function).__name__}; "
@@ -125,7 +125,7 @@ class Ranks:
             raise without_ours(error) from error.__cause__
 
     def reload(self) -> list[str]:
-        """Reloads the user's modules whose files have changed, on all ranks or, if that fails on one, on none.
+        """Reload the user's modules whose files have changed, on all ranks or, if that fails on one, on none.
 
         A reload cannot change objects that were made before: a held object keeps its old class, which a warning names.
         What other modules have taken with ``from module import name`` stays as it was, too.
@@ -163,7 +163,7 @@ class Ranks:
     def cell(
         self, source: str, *, targets: Sequence[int] | None = None, deadline: float | None = None, rich: str = "first"
     ) -> CellResult:
-        """Runs source text on the ranks as a notebook's cell, in a namespace that they keep between cells.
+        """Run source text on the ranks as a notebook's cell, in a namespace that they keep between cells.
 
         Args:
             source: Python; with IPython on the ranks also ``!commands`` and ``%magics``.
@@ -187,7 +187,7 @@ class Ranks:
             raise error.with_traceback(None) from error.__cause__
 
     def pull(self, name: str, *, targets: Sequence[int] | None = None) -> list[Any]:
-        """Returns the values of a name that cells have left, in the order of ranks; of the targets, if given.
+        """Return the values of a name that cells have left, in the order of ranks; of the targets, if given.
 
         Raises:
             NameError: Some of these ranks have no such name.
@@ -201,7 +201,7 @@ class Ranks:
             raise error.with_traceback(None) from error.__cause__
 
     def push(self, values: Mapping[str, Any], *, targets: Sequence[int] | None = None) -> None:
-        """Sets names in the namespace of the ranks' cells; of the targets, if given."""
+        """Set names in the namespace of the ranks' cells; of the targets, if given."""
         __tracebackhide__ = True
         try:
             self.cells.push(values, targets)
@@ -226,21 +226,21 @@ class Ranks:
     @property
     def world_size(self) -> int:
         """How many ranks there are."""
-        return self._set.session.handle.idle_spec.world_size
+        return self._set.launch.handle.idle_spec.world_size
 
     @property
     def devices(self) -> tuple[str, ...]:
         """The ranks' devices, as the machine numbers them: "cuda:2", "cpu"."""
-        spec = self._set.session.handle.idle_spec
+        spec = self._set.launch.handle.idle_spec
         return tuple(spec.device(local_rank) for local_rank in range(spec.local_world_size))
 
     @property
     def idle(self) -> bool:
         """Whether no call runs or waits."""
-        return self._set.session.idle
+        return self._set.launch.idle
 
     def stop(self) -> bool:
-        """Asks the ranks to stop in the call that runs, at a step that they agree on: see ``mlaunch.stopping``.
+        """Ask the ranks to stop in the call that runs, at a step that they agree on: see ``mlaunch.stopping``.
 
         Does not wait. The call returns as it would; one that does not look ends after ``stop_grace``. For any thread.
 
@@ -249,7 +249,7 @@ class Ranks:
         """
         from mlaunch.core.load import room  # which most programs do not need
 
-        call = self._set.session.present
+        call = self._set.launch.present
         if call is not None:
             room("agreed_stop", "caller", "Ranks.stop()").ask_to_stop(call, "asked")
         return call is not None
@@ -279,27 +279,27 @@ class Ranks:
         )
 
     def __repr__(self) -> str:
-        over = self._set.session.over
+        over = self._set.launch.over
         state = "closed" if self._set.closed else "gone" if over else "idle" if self.idle else "running"
         return f"<Ranks: {self.world_size} on {', '.join(dict.fromkeys(self.devices))}, {state}>"
 
     # For launchers and handles
 
     def call(self, options: Options, call: Call) -> Ended:
-        """Makes a call and waits for it; of the options count those that are a call's own."""
+        """Make a call and wait for it; of the options count those that are a call's own."""
         return self._set.run(options, call)[1]
 
     def begin(self, options: Options, call: Call, future: RanksFuture) -> None:
-        """Queues a call, whose future that becomes; of the options count those that are a call's own."""
+        """Queue a call, whose future that becomes; of the options count those that are a call's own."""
         self._set.submit(options, call, future)
         future.add_done_callback(self._set.note)
 
     def stay(self, seconds: float | None) -> None:
-        """Sets ``idle_timeout`` anew, from the next call on."""
+        """Set ``idle_timeout`` anew, from the next call on."""
         self._set.stay(seconds)
 
     def when_over(self, forget: Callable[[], None]) -> None:
-        """Calls ``forget`` when the ranks have ended by ``idle_timeout`` or with a call: they are closed then."""
+        """Call ``forget`` when the ranks have ended by ``idle_timeout`` or with a call: they are closed then."""
         self._set.when_over(forget)
 
     @property
@@ -315,11 +315,11 @@ class Ranks:
     @property
     def owner(self) -> str:
         """The launch that they are now; "": they are gone."""
-        return "" if self._set.session.over else self._set.session.launch_id
+        return "" if self._set.launch.over else self._set.launch.launch_id
 
     @property
     def free_later(self) -> Callable[[str, int], None]:
-        """Lets the next call free a held object; called in any thread."""
+        """What frees a held object with the next call; called in any thread."""
         return self._set.free_later
 
 
@@ -332,13 +332,13 @@ def ranks_of(options: Mapping[str, Any], idle_timeout: float | None, surrounding
 
 
 def check(options: Mapping[str, Any]) -> None:
-    """Raises what ``Ranks(**options)`` would, of what is wrong with the options; starts none."""
+    """Raise what ``Ranks(**options)`` would, of what is wrong with the options; start none."""
     of_launch = {name: value for name, value in options.items() if name not in {"restart", "idle_timeout"}}
-    check_session(_checked(of_launch, options.get("idle_timeout")))
+    check_ranks(_checked(of_launch, options.get("idle_timeout")))
 
 
 def _checked(options: Mapping[str, Any], idle_timeout: float | None) -> Options:
-    """Returns the options; what is wrong with them is the doing of whoever gave them."""
+    """Return the options; what is wrong with them is the doing of whoever gave them."""
     try:
         about("keep").allowed.check("idle_timeout", idle_timeout)
         return Options().replaced(options)
@@ -347,12 +347,12 @@ def _checked(options: Mapping[str, Any], idle_timeout: float | None) -> Options:
 
 
 def _is_model(function: Callable[..., Any]) -> bool:
-    """Tells whether it is a module of torch, whose call would be its forward; its class makes one, as a function."""
+    """True if it is a module of torch, whose call would be its forward; its class makes one, as a function."""
     return not isinstance(function, type) and hasattr(function, "state_dict")
 
 
 def _unwrapped(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Returns what a decorated function wraps, and the arguments with the instance of a method."""
+    """Return what a decorated function wraps, and the arguments with the instance of a method."""
     if isinstance(function, MethodType) and hasattr(type(function.__func__), "_wrapped_call"):
         return _unwrapped(function.__func__, (function.__self__, *args))  # a class method, from Python 3.13 on
     wrapped = getattr(function, "_wrapped_call", None) if hasattr(type(function), "_wrapped_call") else None

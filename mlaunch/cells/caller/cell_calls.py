@@ -9,10 +9,9 @@ from typing import Any
 
 from mlaunch.base.misuse import misuse
 from mlaunch.base.text import name_ranks
-from mlaunch.caller.ranks.idle_question import ask_idle
 from mlaunch.caller.ranks.kept_call import KeptCall, RanksFuture
 from mlaunch.caller.ranks.rank_set import RankSet
-from mlaunch.caller.ranks.session import RanksLaunch
+from mlaunch.caller.ranks.ranks_launch import RanksLaunch
 from mlaunch.cells.caller.cell_result import CellResult, result_of
 from mlaunch.cells.caller.cell_source import CellSource, cell_source
 from mlaunch.cells.rank import names_for_completion, names_of_cells
@@ -68,10 +67,10 @@ class CellJob(RanksFuture):
         """
         if super().cancel():
             return True
-        session = self._session
-        if self.done() or self.call is None or session is None:
+        launch = self._launch
+        if self.done() or self.call is None or launch is None:
             return False
-        session.interrupt(self.call, CancelledError(f"{self.name} was cancelled"))
+        launch.interrupt(self.call, CancelledError(f"{self.name} was cancelled"))
         return True
 
     def stop(self) -> bool:
@@ -86,8 +85,8 @@ class CellJob(RanksFuture):
         return True
 
     @property
-    def _session(self) -> RanksLaunch | None:
-        found: Any = getattr(self.call, "session", None)
+    def _launch(self) -> RanksLaunch | None:
+        found: Any = getattr(self.call, "launch", None)
         return found if isinstance(found, RanksLaunch) else None
 
     def __repr__(self) -> str:
@@ -119,16 +118,16 @@ class Cells:
 
     def open_shells(self) -> None:
         """Open the shells in which cells run, before the first cell."""
-        self._opened = self._set.session.launch_id
+        self._opened = self._set.launch.launch_id
         self._ask(_open_shells())
 
     def _open_shells_first(self) -> None:
         """Have new ranks import what cells need; the deadline of their first cell does not include that."""
-        session = self._set.session
-        if session.over or self._opened != session.launch_id:
+        launch = self._set.launch
+        if launch.over or self._opened != launch.launch_id:
             # Not waited for: other cells may run, for long, before it.
             self._set.submit(self._set.options, _open_shells())
-            self._opened = self._set.session.launch_id
+            self._opened = self._set.launch.launch_id
 
     def names(self) -> list[NamesOfRank]:
         """Return what cells have left on each rank."""
@@ -137,7 +136,7 @@ class Cells:
     def names_for_completion(self, kind: str, source: str, prefix: str, rank: int) -> list[str]:
         """Return what ``find_names`` finds on that rank; [] at once if the ranks are busy or gone."""
         call = Call(names_for_completion.find_names, (kind, source, prefix, rank), {}, name="completion")
-        told = ask_idle(self._set, call, _PATIENCE)
+        told = self._set.ask_idle(call, _PATIENCE)
         return [] if told is None or not 0 <= rank < len(told) else told[rank]
 
     def run_cell(
@@ -174,7 +173,7 @@ class Cells:
     def _checked(self, targets: Sequence[int] | None) -> tuple[int, ...] | None:
         if targets is None:
             return None
-        size = self._set.session.handle.idle_spec.world_size
+        size = self._set.launch.handle.idle_spec.world_size
         wrong = sorted(rank for rank in targets if not 0 <= rank < size)
         if wrong:
             raise misuse(ValueError(f"there is no {name_ranks(wrong)}; these are {name_ranks(range(size))}"))

@@ -17,8 +17,7 @@ from mlaunch.engines.caller.placement import Placement
 
 if TYPE_CHECKING:
     from mlaunch.caller.launch.settle import Ended
-    from mlaunch.caller.ranks.session import RanksLaunch
-from mlaunch.caller.ranks.stay_rules import StayRules
+    from mlaunch.caller.ranks.ranks_launch import RanksLaunch, StayRules
 
 
 class Engine(ABC):

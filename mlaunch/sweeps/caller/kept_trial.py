@@ -23,7 +23,7 @@ from mlaunch.sweeps.caller.report_log import ReportLog
 from mlaunch.sweeps.caller.run_future import found_as
 
 if TYPE_CHECKING:
-    from mlaunch.caller.ranks.session import RanksLaunch
+    from mlaunch.caller.ranks.ranks_launch import RanksLaunch
 
 
 class KeptTrial(RanksFuture):
@@ -50,7 +50,7 @@ class KeptTrial(RanksFuture):
             self.set_exception(error)
 
     def set_running_or_notify_cancel(self) -> bool:
-        handle = self._session.handle
+        handle = self._launch.handle
         board = handle.history.board  # of the ranks, which have had other calls
         ranks = range(handle.idle_spec.local_world_size if board is not None else 0)
         self._before = board, [board.ring(rank).count() for rank in ranks]  # type: ignore[union-attr]
@@ -59,25 +59,25 @@ class KeptTrial(RanksFuture):
 
     def seen_as(self) -> tuple[str, int] | None:
         """Return the ID and first rank under which ``mlaunch ps`` finds the ranks; None: there is no call yet."""
-        return None if self._call is None else found_as(self._session.handle)
+        return None if self._call is None else found_as(self._launch.handle)
 
     def attach(self, reports: ReportLog) -> None:
         """Have a log read what the ranks report, once there is a call."""
         if self._has_begun:
-            handle, (board, before) = self._session.handle, self._before
+            handle, (board, before) = self._launch.handle, self._before
             now = handle.history.board
             reports.attach(now, handle.idle_spec, before if now is board else [])
 
     @property
-    def _session(self) -> RanksLaunch:
+    def _launch(self) -> RanksLaunch:
         """The ranks of the call, which has begun."""
-        return cast("RanksLaunch", cast("KeptCall", self._call).session)
+        return cast("RanksLaunch", cast("KeptCall", self._call).launch)
 
     def end(self) -> None:
         """End the call, once there is one; its ranks stay if they are in step."""
         if self._call is not None and not self._asked_to_end:
             self._asked_to_end = True
-            self._call.session.interrupt(self._call, CancelledError(), again=False)
+            self._call.launch.interrupt(self._call, CancelledError(), again=False)
 
     def ask_to_stop(self, reason: str) -> None:
         """Ask the ranks to stop at a step that they agree on, once there is a call."""

@@ -11,8 +11,7 @@ from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.output_plan import OutputPlan, output_plan
 from mlaunch.caller.output.relay import Relay
 from mlaunch.caller.ranks.kept_handle import KeptHandle
-from mlaunch.caller.ranks.session import RanksLaunch
-from mlaunch.caller.ranks.stay_rules import StayRules
+from mlaunch.caller.ranks.ranks_launch import RanksLaunch, StayRules
 from mlaunch.engines.caller.launch.agents_of_machines import MergedAgent
 from mlaunch.engines.caller.launch.engine_launch import END_TIMEOUT, AllServers, MachinesLaunch, Work, with_hosts
 from mlaunch.engines.caller.launch.kept_agents import KeptAgents
