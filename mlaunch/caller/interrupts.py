@@ -143,7 +143,9 @@ class deferred:
     def __enter__(self) -> None:
         self._deferral: _Deferral | None = None
         if threading.get_ident() == _main.ident:
-            found = {number: handler for number in _SIGNALS if callable(handler := _signal.getsignal(number))}
+            found: dict[int, _Handler] = {
+                number: handler for number in _SIGNALS if callable(handler := _signal.getsignal(number))
+            }
             deferral = _Deferral(found)
             deferral.begin()
             self._deferral = deferral
