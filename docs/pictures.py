@@ -106,7 +106,7 @@ STATIONS = (
     ("fork the ranks", "agent/fork_ranks"),
     ("become a rank", "rank/function"),
     ("answer the call", "rank/function"),
-    ("release, leave", "agent/supervision"),
+    ("release, leave", "agent/supervisor"),
     ("settle", "caller/launch/settle"),
 )
 

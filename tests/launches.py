@@ -52,8 +52,8 @@ _PATIENCE = {
     "queue": "caller.running_launches._QUEUE_TIMEOUT",  # for a launch to take a visitor
     "answer": "caller.running_launches._ANSWER_TIMEOUT",  # and to answer it
     "places": "insight.agent.inspector._PLACES_TIMEOUT",  # for ranks to say where they are
-    "stacks": "agent.supervision.stopping.STACKS_TIMEOUT",  # for ranks that are stopped to say where they were
-    "leaving": "agent.supervision.stopping._LEAVING_TIMEOUT",  # for released ranks to end
+    "stacks": "agent.stopping.STACKS_TIMEOUT",  # for ranks that are stopped to say where they were
+    "leaving": "agent.stopping._LEAVING_TIMEOUT",  # for released ranks to end
     "first look": "display.caller.drawn_lines._FIRST_LOOK_DELAY",  # before a line of progress
     "word of a wait": "caller.output.live.SILENCE",
     "merging": "caller.output.merging.WINDOW",  # for other ranks to say the same
@@ -573,7 +573,7 @@ def check_share(ranks: int, cpus: int) -> None:
 
 def let_ranks_need(patch: pytest.MonkeyPatch, size: int) -> None:
     """Have agents believe that a rank takes so many bytes of memory."""
-    patch.setattr("mlaunch.agent.room._LEAST_MEMORY", size)
+    patch.setattr("mlaunch.agent.capacity._LEAST_MEMORY", size)
 
 
 def fork_at_once(patch: pytest.MonkeyPatch, most: int) -> None:

@@ -1,4 +1,4 @@
-"""Forks the ranks of a launch."""
+"""The forks that become a launch's ranks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mlaunch.agent import room
+from mlaunch.agent import capacity
+from mlaunch.agent.peers import refuse
 from mlaunch.agent.rank_process import RankProcess
-from mlaunch.agent.refusal import refuse
 from mlaunch.base import linux
+from mlaunch.base.deadline import Deadline
 from mlaunch.base.fds import OwnedFds, close_all, memory_file
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol import error_file
@@ -39,25 +40,24 @@ _STANDARD = {1, 2}  # streams
 
 
 class NoRoomError(Exception):
-    """The kernel refused to fork; says why."""
+    """The kernel refused to fork, with the reason."""
 
 
 @dataclass
 class EarlyWatch:
-    """Hears who may end a launch before it has a supervisor: its caller, its fork server, its deadline.
+    """Hears those who may end a launch before it has a supervisor: its caller, its fork server, its deadline.
 
-    ``due``: when the deadline passes, in monotonic seconds. ``said``: what the launcher has said meanwhile, with
-    descriptors, for the supervisor.
+    ``said``: what the launcher has said meanwhile, with descriptors, for the supervisor.
     """
 
     launcher: AgentsEnd
     parent: int  # a pidfd of the fork server
     owned: OwnedFds
-    due: float | None
+    deadline: Deadline
     said: list[tuple[AgentHears | None, list[int]]] = field(default_factory=list)
 
     def is_over(self, ranks: Sequence[RankProcess]) -> bool:
-        """Return whether somebody ends it, or a rank has ended. The supervisor finds the same once more."""
+        """True if somebody ends it, or a rank has ended. The supervisor finds the same once more."""
         sources = [self.launcher.fileno(), self.parent, *(rank.pidfd for rank in ranks)]
         while (ready := linux.wait_readable(sources, 0.0)) == sources[:1]:
             record, fds = self.launcher.hear()
@@ -65,11 +65,7 @@ class EarlyWatch:
             self.said.append((record, fds))
             if record is None or isinstance(record, Cancel | EndRanks):
                 return True
-        return bool(ready) or (self.due is not None and time.monotonic() >= self.due)
-
-    def left(self) -> float | None:
-        """Return the seconds that are left of the deadline."""
-        return None if self.due is None else self.due - time.monotonic()
+        return bool(ready) or time.monotonic() >= self.deadline.due
 
 
 @frozen_record
@@ -96,7 +92,7 @@ class _PendingRank:
     writers: Mapping[int, int]  # by stream
 
     def leave_to_rank(self) -> None:
-        """Closes the rank's ends in another process: the agent, or another rank."""
+        """Close the rank's ends in another process: the agent, or another rank."""
         self.args.channel.close()
         self.args.control.close()
         close_all([self.args.stack_fd, *self.writers.values()])
@@ -105,7 +101,7 @@ class _PendingRank:
 def fork_ranks(context: ForkContext, launcher: AgentsEnd) -> list[RankProcess]:
     """Fork all ranks of this machine, then tell the launcher of them: the last rank need not wait for that.
 
-    Return fewer if nobody wants them any more, which their supervisor hears.
+    Return fewer if the launch is to end already, which their supervisor hears.
 
     Raises:
         NoLaunchError: The machine has no room for so many; the launcher has been told.
@@ -115,7 +111,7 @@ def fork_ranks(context: ForkContext, launcher: AgentsEnd) -> list[RankProcess]:
     for start in range(0, size, _AT_ONCE):
         if ranks and context.watch.is_over(ranks):
             break
-        if ranks and (short := room.runs_short()):
+        if ranks and (short := capacity.runs_short()):
             refuse(launcher, f"{short} after {start} of {size} ranks were forked; give fewer ranks")
         some = range(start, min(start + _AT_ONCE, size))
         try:
@@ -126,7 +122,7 @@ def fork_ranks(context: ForkContext, launcher: AgentsEnd) -> list[RankProcess]:
 
 
 def _fork_some(pending_ranks: Sequence[_PendingRank], context: ForkContext, launcher: AgentsEnd) -> list[RankProcess]:
-    """Forks ranks with as little as can be between two forks: all that is written to after one is copied again."""
+    """Fork ranks with as little as can be between two forks: what is written to after one is copied again."""
     # Preparing all before the first fork saves 200 copied pages a rank: 81 ms instead of 89 for a call of 8.
     forked = [(_fork(pending, pending_ranks, context.owned), time.monotonic()) for pending in pending_ranks]
     ranks = [_adopt(pending, pid, context.owned) for pending, (pid, _) in zip(pending_ranks, forked, strict=True)]
@@ -166,7 +162,7 @@ def _prepare(context: ForkContext, local_rank: int) -> _PendingRank:
 
 
 def _adopt(pending: _PendingRank, pid: int, owned: OwnedFds) -> RankProcess:
-    """Returns a rank that was forked, as its supervisor knows it."""
+    """Return a rank that was forked, as its supervisor knows it."""
     args, spec = pending.args, pending.args.spec
     pending.leave_to_rank()
     rank = RankProcess(
@@ -186,12 +182,12 @@ def _adopt(pending: _PendingRank, pid: int, owned: OwnedFds) -> RankProcess:
 
 
 def _fork(pending: _PendingRank, all_of_them: Sequence[_PendingRank], owned: OwnedFds) -> int:
-    """Forks one rank; returns its pid."""
+    """Fork one rank; return its pid."""
     parent = os.getpid()
     try:
         pid = os.fork()
     except OSError as error:
-        raise NoRoomError(room.why_no_fork(error)) from error
+        raise NoRoomError(capacity.why_no_fork(error)) from error
     if pid == 0:
         try:
             linux.die_with(parent)

@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.agent.rank_process import RankProcess
-from mlaunch.agent.supervision.stack_requests import state_of
+from mlaunch.agent.stack_requests import state_of
+from mlaunch.base.deadline import NEVER
 from mlaunch.protocol import registry
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.messages import AgentHears, AgentsEnd, Phase, Question
@@ -40,7 +41,7 @@ class Inspection:
         self._reception = Reception(spec.context.environ, registry.name_of(spec.launch_id, spec.rank_start))
         self.facts: Callable[[], Mapping[str, object]] = dict  # of features, by their names
         self.ask: Callable[[bytes, TellLooker], None]  # a feature, what this does not tell
-        self.due: float | None = self._start + _LISTEN_DELAY  # when ``serve`` is to be called though nobody has come
+        self.due = self._start + _LISTEN_DELAY  # when ``serve`` is to be called though nobody has come
 
     @property
     def stopped_by(self) -> int | None:
@@ -72,12 +73,16 @@ class Inspection:
     def fds(self) -> list[int]:
         return self._reception.fds()
 
-    def serve(self, ready: Collection[int]) -> None:
-        for visitor, word in self._reception.take(ready):
-            self._answer(word, functools.partial(answer, visitor))
-        if self.due is not None and self._clock() >= self.due:
-            self.due = None
+    def serve(self, ready: Collection[int]) -> bool:
+        """Answer those who want to know something; return True if anybody has come or said a word."""
+        has_come = not set(ready).isdisjoint(self._reception.fds())
+        if has_come:
+            for visitor, word in self._reception.take(ready):
+                self._answer(word, functools.partial(answer, visitor))
+        if self._clock() >= self.due:
+            self.due = NEVER
             self._reception.open()
+        return has_come
 
     def learn(self, details: Details) -> None:
         """Takes in what call a prepared launch has got."""

@@ -15,18 +15,18 @@ import time
 import traceback
 from typing import NoReturn
 
-from mlaunch.agent import room
+from mlaunch.agent import capacity
 from mlaunch.agent.fork_ranks import EarlyWatch, ForkContext, fork_ranks
 from mlaunch.agent.inspection import Inspection
-from mlaunch.agent.kept.many_calls import KeptSupervisor
-from mlaunch.agent.kept.one_of_several import KeptPartSupervisor
-from mlaunch.agent.peers import Joined, Peers
-from mlaunch.agent.prepared import PreparedSupervisor, as_prepared
-from mlaunch.agent.refusal import NoLaunchError, refuse
-from mlaunch.agent.supervision.launch_state import Supervision
-from mlaunch.agent.supervision.shared_names import SharedNames
-from mlaunch.agent.supervision.supervisor import Supervisor
+from mlaunch.agent.many_calls import PartOfRepeatedCalls, RepeatedCalls
+from mlaunch.agent.one_call import OneCall
+from mlaunch.agent.peers import Joined, NoLaunchError, Peers, refuse
+from mlaunch.agent.prepared import PreparedCall, as_prepared
+from mlaunch.agent.shared_names import SharedNames
+from mlaunch.agent.supervision import Supervision
+from mlaunch.agent.supervisor import Supervisor
 from mlaunch.base import linux, rlimits
+from mlaunch.base.deadline import Deadline
 from mlaunch.base.fds import OwnedFds, close_all
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.process_name import name_process
@@ -42,7 +42,7 @@ from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.rendezvous import local_store
 from mlaunch.rendezvous.address import lacks_loopback, listen
 
-_NAMES = 100  # that are told of
+_NAMES = 100  # paths, at most, that the launcher is told
 
 
 @frozen_record
@@ -64,7 +64,7 @@ class Home:
 
 
 def run_agent(order: Order, home: Home) -> NoReturn:
-    """Lives an agent's life in a forked process."""
+    """Live an agent's life in a forked process."""
     code = 1
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -80,7 +80,7 @@ def run_agent(order: Order, home: Home) -> NoReturn:
 
 
 def _serve_all(order: Order, link: Channel[RestingAgentHears, RestingAgentSays] | None, parent: int) -> None:
-    """Serves one launch after another, as long as each ends well and the fork server has more."""
+    """Serve one launch after another, as long as each ends well and the fork server has more."""
     wanted: Order | None = order
     while wanted is not None:
         is_free = _serve(wanted, link, parent)
@@ -88,7 +88,7 @@ def _serve_all(order: Order, link: Channel[RestingAgentHears, RestingAgentSays] 
 
 
 def _serve(order: Order, link: Channel[RestingAgentHears, RestingAgentSays] | None, parent: int) -> bool:
-    """Serves a launch; tells whether this process is free for another, as it has told the fork server on ``link``."""
+    """Serve a launch; return True if this process is free for another, as it has told the fork server on ``link``."""
     launcher: AgentsEnd = Channel.adopt(order.fds.socket)
     try:
         _take_over_streams(order)
@@ -107,7 +107,7 @@ def _serve(order: Order, link: Channel[RestingAgentHears, RestingAgentSays] | No
 
 
 def _rest(link: Channel[RestingAgentHears, RestingAgentSays], parent: int) -> Order | None:
-    """Waits for the next launch, as a process that has nothing of the last one; None: there will be none."""
+    """Wait for the next launch, as a process that has nothing of the last one; None: there will be none."""
     # A process that hosts a thread and then forks can leave the child waiting for a lock of that thread's.
     local_store.let_go()
     _leave_streams()
@@ -123,7 +123,7 @@ def _rest(link: Channel[RestingAgentHears, RestingAgentSays], parent: int) -> Or
 
 
 def _wanted(order: Order) -> LaunchSpec:
-    """Returns the launch that is to be made."""
+    """Return the launch that is to be made."""
     spec: LaunchSpec = payload.read(order.fds.spec)
     return as_prepared(spec) if order.fds.call is None else spec
 
@@ -154,7 +154,7 @@ def _supervise(
     link: Channel[RestingAgentHears, RestingAgentSays] | None,
     parent: int,
 ) -> bool:
-    """Runs a launch; tells whether it has ended as it should, and so that nothing of it is left here."""
+    """Run a launch; return True if it has ended as it should, with nothing of it left here."""
     os.close(order.fds.spec)
     name_process("agent", spec.call.name)
     with contextlib.suppress(OSError):  # which a rank will tell
@@ -171,7 +171,7 @@ def _supervise(
     results.close_offered()
     owned.add(listener.fileno())
     names = SharedNames()
-    watch = EarlyWatch(launcher, parent, owned, None if spec.seconds is None else time.monotonic() + spec.seconds)
+    watch = EarlyWatch(launcher, parent, owned, Deadline().start(spec.seconds, time.monotonic()))
     ranks = fork_ranks(ForkContext(spec, listener.getsockname()[:2], results, order.call, owned, watch), launcher)
     if spec.cluster is None:
         local_store.host(listener)  # after the last fork (see _rest); its socket listens already
@@ -181,22 +181,22 @@ def _supervise(
         ranks, results, joined.server, launcher, parent, spec.grace_period, inspection, joined.peers,
         sections=spec.sections, callers_signals=spec.callers_signals, said=watch.said,
     )  # fmt: skip
-    supervisor = _begin(order, spec, scene, watch.left())
+    supervisor = _begin(order, spec, scene, watch.deadline)
     went_well = _run(supervisor, spec, inspection, names, launcher)
-    if not _may_say_so(spec) or linux.wait_readable([parent], 0.0):  # then the launcher has that to hear
+    if not _may_say_so(spec) or linux.wait_readable([parent], 0.0):  # then the launcher is to hear of that
         return False
     if went_well and link is not None:
         link.try_send(Free())  # before the launcher can ask for another
     launcher.try_send(Finished())
     # Nothing is left on the devices, and the end of a process takes a while.
-    close_all([*order.held, *supervisor.held])
+    close_all([*order.held, *supervisor.launch.held])
     results.close()
     return went_well
 
 
 def _join(spec: LaunchSpec, listener: socket.socket, launcher: AgentsEnd, parent: int, owned: OwnedFds) -> Joined:
-    """Joins the other machines, if there are any and this one has room for its ranks."""
-    if lacks := room.lacks(spec.local_world_size, script=spec.target is not None):
+    """Join the other machines, if there are any and this one has room for its ranks."""
+    if lacks := capacity.lacks(spec.local_world_size, script=spec.target is not None):
         refuse(launcher, lacks)
     if spec.cluster is None:
         return Joined(spec, None, Peers())
@@ -211,7 +211,7 @@ def _join(spec: LaunchSpec, listener: socket.socket, launcher: AgentsEnd, parent
 def _run(
     supervisor: Supervisor, spec: LaunchSpec, inspection: Inspection, names: SharedNames, launcher: AgentsEnd
 ) -> bool:
-    """Runs the launch to the end of its last process, and tells of what nobody removes any more."""
+    """Run the launch to the end of its last process, and tell the launcher what nobody removes any more."""
     try:
         went_well = supervisor.run()
     finally:
@@ -224,34 +224,34 @@ def _run(
 
 
 def _owned(order: Order, link: Channel[RestingAgentHears, RestingAgentSays] | None, parent: int) -> OwnedFds:
-    """Returns what the ranks must not hold."""
+    """Return the descriptors that the ranks must not hold."""
     call = [] if order.fds.call is None else [order.fds.call]
     return OwnedFds(parent, order.fds.socket, *call, *([] if link is None else [link.fileno()]))
 
 
-def _begin(order: Order, spec: LaunchSpec, scene: Supervision, left: float | None) -> Supervisor:
-    """Returns the supervisor, which has begun the call if that is there already. ``left``: seconds of its deadline."""
+def _begin(order: Order, spec: LaunchSpec, scene: Supervision, deadline: Deadline) -> Supervisor:
+    """Return the supervisor, which has begun the call if that is there already."""
     call_fd = order.fds.call
     if call_fd is None:  # the launch is prepared
-        return PreparedSupervisor(scene)
+        return Supervisor(scene, PreparedCall)
     if spec.stays:
         os.close(call_fd)
-        return KeptSupervisor(scene) if spec.cluster is None else KeptPartSupervisor(scene)
-    supervisor = Supervisor(scene)
-    supervisor.begin_call(call_fd if order.call is None else None, spec.call.deadline, left)
+        return Supervisor(scene, RepeatedCalls if spec.cluster is None else PartOfRepeatedCalls)
+    supervisor = Supervisor(scene, OneCall)
+    supervisor.launch.begin_only_call(call_fd if order.call is None else None, spec.call.deadline, deadline)
     os.close(call_fd)
     return supervisor
 
 
 def _may_say_so(spec: LaunchSpec) -> bool:
-    """Tells whether nothing goes with this process that the next call may want: files, a port."""
+    """True if nothing ends with this process that the next call may want: files, a port."""
     # Ranks are reaped and nothing of theirs is left, so the call need not wait for our exit: that takes as long as
     # unmapping torch does, a tenth of a call of 2 ranks.
     return spec.target is None and spec.cluster is None and spec.port == 0
 
 
 def _listen(spec: LaunchSpec, launcher: AgentsEnd) -> socket.socket:
-    """Opens the socket where the ranks find the store."""
+    """Open the socket where the ranks find the store."""
     if lacks := lacks_loopback():  # else gloo tells of it for each rank, after half an hour
         refuse(launcher, lacks)
     port = spec.port if spec.cluster is None else 0

@@ -1,15 +1,18 @@
-"""What an agent asks the control threads of its ranks, and waits for without holding anything up."""
+"""Questions of an agent to the control threads of its ranks: it waits for answers without holding anything up."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.fds import memory_file
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages import Ask, ControlHears, ControlSays, ForPart, Question
+from mlaunch.protocol.messages import Ask, ControlHears, ControlSays, ForPart, Operations, Question
+
+if TYPE_CHECKING:
+    from mlaunch.rank.in_step import Numbers
 
 Take = Callable[[int, Any], None]  # gets the global rank, and what it has told
 _MOST = 16  # questions that one rank owes answers to: a channel that nobody reads is full at some 200
@@ -25,7 +28,7 @@ class Questions:
         self._number = 0
 
     def fds(self) -> list[int]:
-        """Returns what is to be watched."""
+        """Return the channels on which answers may come."""
         return [self._channels[rank].fileno() for rank, numbers in self._open.items() if numbers]
 
     @property
@@ -34,7 +37,7 @@ class Questions:
         return {number for numbers in self._open.values() for number in numbers}
 
     def ranks(self) -> list[int]:
-        """Returns the ranks that can be asked."""
+        """Return the ranks that can be asked."""
         return list(self._channels)
 
     def ask(self, rank: int, about: Ask | ForPart, take: Take, call: int = 0) -> int:
@@ -43,8 +46,8 @@ class Questions:
         ``call``: the number of the call that it is about.
         """
         self._number += 1
-        # Sent, and not waited for: a rank whose C code holds the interpreter lock answers when that returns, or
-        # never. Who looks once a second would fill the channel of such a rank, and the agent would wait for it.
+        # A rank whose C code holds the interpreter lock answers when that returns, or never. Somebody who asks once a
+        # second would fill its channel, and the agent would wait to write.
         memfd = memory_file("told") if self._owed[rank] < _MOST else -1
         self._open[rank][self._number] = memfd, take
         if memfd >= 0:
@@ -53,18 +56,18 @@ class Questions:
         return self._number
 
     def tell(self, rank: int, record: ForPart, fds: Sequence[int] = ()) -> None:
-        """Tells a rank something that it does not answer."""
+        """Tell a rank something that it does not answer."""
         if rank in self._channels:
             self._channels[rank].try_send(record, fds)
 
     def drop(self, number: int) -> None:
-        """Waits no more for the answer to a question: it will be ignored."""
+        """Ignore the answer to a question, should it come."""
         for numbers in self._open.values():
             if number in numbers:
                 _close(numbers.pop(number)[0])
 
     def read(self, ready: Collection[int]) -> None:
-        """Takes in answers."""
+        """Take the answers that have come."""
         for rank, channel in list(self._channels.items()):
             if channel.fileno() in ready:
                 self._hear(rank, channel)
@@ -86,7 +89,7 @@ class Questions:
             take(rank, told)
 
     def forget(self, rank: int) -> None:
-        """Asks this rank no more, which is gone."""
+        """Ask this rank no more: it is gone."""
         self._channels.pop(rank, None)
         for memfd, _ in self._open.pop(rank, {}).values():
             _close(memfd)
@@ -95,3 +98,77 @@ class Questions:
 def _close(memfd: int) -> None:
     if memfd >= 0:
         os.close(memfd)
+
+
+class _AskedTogether:
+    """Questions that all ranks are asked together."""
+
+    def __init__(self, questions: Questions) -> None:
+        self._questions = questions
+        self._asked: set[int] = set()  # their numbers
+
+    @property
+    def pending(self) -> bool:
+        """True while some rank has not answered."""
+        return bool(self._asked & self._questions.open)
+
+    def clear(self) -> None:
+        """Forget what was asked."""
+        for number in self._asked:
+            self._questions.drop(number)
+        self._asked = set()
+
+    def _ask(self, about: Ask, told: dict[int, Any], call: int = 0) -> None:
+        """Ask all; their answers go into ``told``, by global rank."""
+        ranks = self._questions.ranks()
+        self._asked |= {self._questions.ask(rank, about, told.__setitem__, call) for rank in ranks}
+
+
+class EnteredRequests(_AskedTogether):
+    """How far ranks are: what they have entered in each of their process groups, whatever they wait for.
+
+    Attributes:
+        told: By global rank, of those that have answered.
+        turns: How often their functions have come by what features count, in their present call.
+        places: Their frames, if these were asked for.
+        with_places: They were.
+    """
+
+    def __init__(self, questions: Questions) -> None:
+        super().__init__(questions)
+        self.with_places = False
+        self.told: dict[int, Operations] = {}
+        self.turns: dict[int, int] = {}
+        self.places: dict[int, list[tuple[str, str, str]]] = {}
+
+    def ask(self, *, place: bool = False) -> None:
+        """Ask all, and forget what was told before. ``place``: also where they are."""
+        self.clear()
+        self.told, self.turns, self.places = {}, {}, {}
+        self.with_places = place
+        self._ask(Ask.ENTERED, self.told)
+        self._ask(Ask.TURNS, self.turns)
+        if place:
+            self._ask(Ask.PLACE, self.places)
+
+
+class NumberRequests(_AskedTogether):
+    """Which operations ranks have entered, while they may be inside one, where no call reaches them.
+
+    Attributes:
+        told: By global rank, of those that have answered.
+    """
+
+    def __init__(self, questions: Questions) -> None:
+        super().__init__(questions)
+        self.told: dict[int, Numbers] = {}
+
+    def ask(self, call: int) -> None:
+        """Ask all."""
+        self.clear()
+        self._ask(Ask.NUMBERS, self.told, call)
+
+    def clear(self) -> None:
+        """Forget what was asked and told."""
+        super().clear()
+        self.told = {}

@@ -6,21 +6,21 @@ A part is made when the first word for it comes: for most launches there is none
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mlaunch.agent.entered import EnteredRequests
-from mlaunch.agent.peers import Peers
-from mlaunch.agent.questions import Questions
+from mlaunch.agent.questions import EnteredRequests
 from mlaunch.agent.rank_process import RankProcess
-from mlaunch.agent.supervision.stack_requests import StackRequests
+from mlaunch.agent.stack_requests import StackRequests
+from mlaunch.base.deadline import NEVER
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.fds import close_all
 from mlaunch.features import FEATURES
 from mlaunch.protocol.board import Board
-from mlaunch.protocol.messages import AgentsEnd, ForPart, PartSays
+from mlaunch.protocol.messages import ForPart, PartSays
 
 if TYPE_CHECKING:
+    from mlaunch.agent.launch_state import LaunchState
     from mlaunch.core.parts import AgentPart, TellLooker
     from mlaunch.protocol.spec import LaunchSpec
 
@@ -36,70 +36,70 @@ class Scene:
     """
 
     def __init__(self, feature: str, parts: AgentParts) -> None:
-        self._feature, self._parts = feature, parts
-        self.sections, self.clock = parts.sections, parts.clock
-        self.machines_agree = parts.peers.agree
+        self._feature, self._parts, self._launch = feature, parts, parts.launch
+        self.sections, self.clock = parts.launch.sections, parts.launch.clock
+        self.machines_agree = parts.launch.peers.agree
 
     @property
     def call(self) -> int:
-        return self._parts.call()
+        return self._launch.call.number
 
     @property
     def ranks(self) -> Sequence[RankProcess]:
         """All ranks of this agent, also those that have ended."""
-        return self._parts.ranks
+        return self._launch.by_local_rank
 
     @property
     def board(self) -> Board:
         """Where its ranks write how far they are."""
-        return self._parts.board
+        return self._launch.board
 
     @property
     def stacks(self) -> StackRequests:
-        """What asks ranks for their stacks by a signal; true while some have not answered."""
-        return self._parts.stacks
+        """Asks ranks for their stacks by a signal; true while some have not answered."""
+        return self._launch.stopping.asked
 
     def status(self) -> dict[str, Any]:
         """Return what ``mlaunch ps`` shows of the launch."""
-        return self._parts.status()
+        return self._launch.inspection.status()
 
     def entered(self) -> EnteredRequests:
-        """Return what asks all ranks what they have entered, and where they are."""
-        return EnteredRequests(self._parts.questions)
+        """Return an object that asks all ranks what they have entered, and where they are."""
+        return EnteredRequests(self._launch.questions)
 
     @property
     def spec(self) -> LaunchSpec:
         """The launch, as far as its agent knows it."""
-        return self._parts.launch()
+        return self._launch.inspection.launch()
 
     def known(self) -> Sequence[int]:
         """Return the global ranks that can be told something, whatever they do."""
-        return self._parts.questions.ranks()
+        return self._launch.questions.ranks()
 
     def working(self) -> Sequence[int]:
         """Return the global ranks that have not answered the call, and can be asked."""
-        known = set(self._parts.questions.ranks())
-        return [rank.rank for rank in self._parts.ranks if rank.working and rank.rank in known]
+        known = set(self._launch.questions.ranks())
+        return [rank.rank for rank in self._launch.by_local_rank if rank.working and rank.rank in known]
 
     def ask(self, rank: int, about: object, take: Callable[[int, Any], None]) -> None:
         """Ask the feature's part of a rank; ``take`` gets the rank and what that returns, if it does."""
-        self._parts.questions.ask(rank, ForPart(self._feature, 0, about), take)
+        self._launch.questions.ask(rank, ForPart(self._feature, 0, about), take)
 
     def tell(self, rank: int, word: object, fds: Sequence[int] = ()) -> None:
         """Send the feature's part of a rank something that it does not answer."""
-        self._parts.questions.tell(rank, ForPart(self._feature, self.call, word), fds)
+        self._launch.questions.tell(rank, ForPart(self._feature, self.call, word), fds)
 
     def say(self, news: object) -> None:
         """Send the caller news, which the feature's ``noted`` gets there."""
-        self._parts.launcher.try_send(PartSays(self._feature, news))
+        self._launch.launcher.try_send(PartSays(self._feature, news))
 
     def tell_machines(self, word: object) -> None:
         """Send a word to where the launch's machines meet."""
-        self._parts.peers.say(PartSays(self._feature, word))
+        self._launch.peers.say(PartSays(self._feature, word))
 
     def hold_deadline(self, *, held: bool) -> None:
         """Have the call's deadline come no nearer, until the same is said with False."""
-        self._parts.hold(held)
+        self._launch.call.deadline.hold(self.clock(), held=held)
 
     def fail(self, failure: RankFailure, *, whole: bool = False) -> None:
         """End the call by this failure, which is no rank's; with ``whole`` the launch."""
@@ -107,29 +107,10 @@ class Scene:
 
 
 class AgentParts:
-    """Those of one launch. ``call``: the number of the present call; ``fail``: ends it, or (True) the launch."""
+    """Those of one launch. ``fail`` ends the call, or (True) the launch."""
 
-    board: Board
-    stacks: StackRequests
-    status: Callable[[], dict[str, Any]]
-    launch: Callable[[], LaunchSpec]  # returns what is known of it
-    hold: Callable[[bool], None]  # holds the call's deadline
-
-    def __init__(
-        self,
-        sections: Mapping[str, object],
-        ranks: Sequence[RankProcess],
-        questions: Questions,
-        launcher: AgentsEnd,
-        peers: Peers,
-        *,
-        clock: Callable[[], float],
-        call: Callable[[], int],
-        fail: Callable[[RankFailure, bool], None],
-    ) -> None:
-        self.sections, self.ranks, self.questions = sections, ranks, questions
-        self.launcher, self.peers = launcher, peers
-        self.clock, self.call, self.fail = clock, call, fail
+    def __init__(self, launch: LaunchState, fail: Callable[[RankFailure, bool], None]) -> None:
+        self.launch, self.fail = launch, fail
         self._parts: dict[str, AgentPart] = {}
 
     def hear(self, record: object, fds: Collection[int] = ()) -> bool:
@@ -172,11 +153,13 @@ class AgentParts:
         found = {feature: dict(part.facts()) for feature, part in self._parts.items()}
         return {feature: facts for feature, facts in found.items() if facts}
 
-    def due(self, *, ends: bool) -> Iterator[float]:
-        """Yield when ``take_steps`` is to be called though nothing has come. ``ends``: the launch is being ended."""
+    def due(self, *, ends: bool) -> float:
+        """Return when ``take_steps`` is to be called though nothing has come. ``ends``: the launch is being ended."""
+        due = NEVER
         for part in self._parts.values():
             if part.until_the_end or not ends:
-                yield from part.due()
+                due = min([due, *part.due()])
+        return due
 
     def take_steps(self, *, ends: bool) -> None:
         for part in self._parts.values():

@@ -84,10 +84,10 @@ def fork(channel_fd: int) -> int | None:
         return os.fork()
     # EAGAIN or ENOMEM: a limit of processes, or of memory, which may be gone by the next launch.
     except OSError as error:
-        from mlaunch.agent import room
+        from mlaunch.agent import capacity
 
         channel: AgentsEnd = Channel.adopt(channel_fd)
-        channel.try_send(Refused(f"its agent could not be forked: {room.why_no_fork(error)}"))
+        channel.try_send(Refused(f"its agent could not be forked: {capacity.why_no_fork(error)}"))
         channel.try_send(Reaped(1))
         channel.close()
         return None

@@ -33,8 +33,8 @@ def load(preload: Sequence[str]) -> tuple[Ready, int]:
         for module in _PRELOAD:
             __import__(module)
     preloads.load(preload)
-    from mlaunch.agent import room
-    from mlaunch.agent.supervision.evidence import Evidence
+    from mlaunch.agent import capacity
+    from mlaunch.agent.evidence import Evidence
     from mlaunch.protocol import channel, messages, server_messages
     from mlaunch.rendezvous import tcp_store
     from mlaunch.rendezvous.address import lacks_loopback
@@ -45,7 +45,7 @@ def load(preload: Sequence[str]) -> tuple[Ready, int]:
     lacks = process_groups.lacks() or operations.lacks()
     operations.watch()  # here, as it takes a third of a millisecond
     Evidence()  # which looks for the cgroup's files once
-    room.look()
+    capacity.look()
     lacks_loopback()  # an agent that can do without does not try again
     channel.get_to_know([*vars(messages).values(), *vars(server_messages).values()])
     offered = device.offered()

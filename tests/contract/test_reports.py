@@ -87,8 +87,8 @@ def test_the_others_stacks_are_grouped(start_method: str) -> None:
 LETTERS = """
 import json, signal, sys, threading
 sys.path.insert(0, {folder!r})
-import mlaunch.agent.supervision.stopping
-mlaunch.agent.supervision.stopping.STACKS_TIMEOUT = 3600.0  # a stack that is never found to be whole ends this test
+import mlaunch.agent.stopping
+mlaunch.agent.stopping.STACKS_TIMEOUT = 3600.0  # a stack that is never found to be whole ends this test
 from mlaunch import LaunchError, launcher
 import torch.distributed as dist
 code = (

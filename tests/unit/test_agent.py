@@ -20,20 +20,21 @@ from typing import Any, cast
 import pytest
 
 from mlaunch.agent import fork_ranks as fork_ranks_module
+from mlaunch.agent import stack_requests, supervision
 from mlaunch.agent.inspection import Inspection
-from mlaunch.agent.kept.many_calls import KeptSupervisor, NumberRequests
-from mlaunch.agent.peers import Peers
-from mlaunch.agent.prepared import WAIT_LIMIT, PreparedSupervisor
-from mlaunch.agent.questions import Questions
+from mlaunch.agent.many_calls import RepeatedCalls
+from mlaunch.agent.one_call import Calls, OneCall
+from mlaunch.agent.peers import NoLaunchError, Peers
+from mlaunch.agent.prepared import WAIT_LIMIT, PreparedCall
+from mlaunch.agent.questions import NumberRequests, Questions
 from mlaunch.agent.rank_process import RankProcess
-from mlaunch.agent.refusal import NoLaunchError
-from mlaunch.agent.supervision import stack_requests, system
-from mlaunch.agent.supervision.first_step import END_DELAY
-from mlaunch.agent.supervision.stack_requests import StackRequests, is_ending, request
-from mlaunch.agent.supervision.supervisor import Supervision, Supervisor
-from mlaunch.agent.supervision.system import System
+from mlaunch.agent.stack_requests import StackRequests, is_ending, request
+from mlaunch.agent.stopping import END_DELAY
+from mlaunch.agent.supervision import Supervision, System
+from mlaunch.agent.supervisor import Supervisor
 from mlaunch.agreed_stop.wire import NAME, AskToStop
 from mlaunch.base import linux
+from mlaunch.base.deadline import NEVER, Deadline
 from mlaunch.base.fds import OwnedFds
 from mlaunch.base.linux import wait_readable
 from mlaunch.debug.wire import HoldDeadline
@@ -98,7 +99,7 @@ class World:
     steps: list[Callable[[], None]] = field(default_factory=list)
     channels: dict[int, Channel] = field(default_factory=dict)  # the ranks' ends
     peers: Peers = field(default_factory=Peers)
-    kind: type[Supervisor] = Supervisor
+    calls: type[Calls] = OneCall
     _writers: dict[int, int] = field(default_factory=dict)
     _stacks: dict[int, int] = field(default_factory=dict)
 
@@ -109,7 +110,10 @@ class World:
         self.ranks = [self._rank(index) for index in range(self.size)]
         self.pids = {rank.pid: rank.rank for rank in self.ranks}
         self.theirs = theirs
-        self.supervisor = self.kind(
+        spec: Any = SimpleNamespace(context=SimpleNamespace(environ={}), launch_id="", rank_start=0, cluster=None)
+        inspection = Inspection(spec, self.ranks, self.results.board, lambda: self.now)
+        inspection.due = NEVER  # nobody comes to look
+        self.supervisor = Supervisor(
             Supervision(
                 self.ranks,
                 self.results,
@@ -117,6 +121,7 @@ class World:
                 theirs,
                 self.parent.fileno(),
                 grace_period=5.0,
+                inspection=inspection,
                 peers=self.peers,
                 system=System(
                     clock=lambda: self.now,
@@ -130,13 +135,15 @@ class World:
                     is_failing=lambda pid: self.pids[pid] in self.failing,
                     watch=self._watch,
                 ),
-            )
+            ),
+            self.calls,
         )
-        if self.kind is Supervisor:  # else the caller says when
-            self.supervisor.begin_call(None, self.deadline, self.deadline)
+        if self.calls is OneCall:  # else the caller says when
+            deadline = Deadline().start(self.deadline, self.now)
+            self.supervisor.launch.begin_only_call(None, self.deadline, deadline)
         self.supervisor._adopted.close()  # which would take the script's first pause
         if not self.watched:
-            self.supervisor._stopping.endings.close()
+            self.supervisor.launch.stopping.endings.close()
 
     def _watch(self, pid: int) -> list[int]:
         thread, self.threads[self.pids[pid]] = os.pipe()
@@ -191,7 +198,7 @@ class World:
         return ready  # type: ignore[return-value]
 
     def answer(self, rank: int, kind: AnswerKind = AnswerKind.VALUE, *, consequence: bool = False) -> None:
-        self.results.queue.put(messages.Answer(rank, self.supervisor._call.number, kind, consequence))
+        self.results.queue.put(messages.Answer(rank, self.supervisor.launch.call.number, kind, consequence))
 
     def received(self, rank: int) -> Iterator[object]:
         """What the agent has sent to a rank by now."""
@@ -513,7 +520,7 @@ def test_a_rank_that_is_about_to_end_is_not_waited_for_without_end(world: World)
 
 
 def test_ranks_that_stay_wait_for_one_that_is_about_to_end() -> None:
-    world = World(kind=KeptSupervisor)
+    world = World(calls=RepeatedCalls)
     world.ending = {1}
     consequence, pause = functools.partial(world.answer, 0, AnswerKind.ERROR, consequence=True), lambda: None
     told = world.run(lambda: begin(world, 1), consequence, pause, lambda: world.end(1, 6))
@@ -523,7 +530,7 @@ def test_ranks_that_stay_wait_for_one_that_is_about_to_end() -> None:
 def test_prepared_ranks_leave_when_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """At the first look, long before they have waited too long."""
     monkeypatch.setattr(linux, "memory_is_short", lambda: True)
-    world = World(size=1, kind=PreparedSupervisor, deaf={0})
+    world = World(size=1, calls=PreparedCall, deaf={0})
     world.run()
     _, last, at = world.signals[-1]
     assert (last, at < 100.0 + WAIT_LIMIT) == ("SIGKILL", True)
@@ -587,7 +594,7 @@ def test_threads_are_not_watched_where_other_machines_want_to_know_why() -> None
     ours, theirs = Channel.pair()
     link: Any = SimpleNamespace(channel=ours, pid=5)
     world = World(watched=True, peers=LinkedPeers(link, 60.0))
-    assert world.supervisor._stopping.endings.due is None
+    assert world.supervisor.launch.stopping.endings.due == NEVER
     world.run(lambda: world.end(1, 3))
     failure, _ = theirs.receive()
     assert (failure.rank, failure.exitcode) == (1, 3)
@@ -597,7 +604,7 @@ def test_threads_are_not_watched_where_other_machines_want_to_know_why() -> None
 
 def test_ranks_that_have_answered_are_watched_no_more() -> None:
     world = World(watched=True, size=1)
-    endings, watched = world.supervisor._stopping.endings, list[int]()
+    endings, watched = world.supervisor.launch.stopping.endings, list[int]()
 
     def answer() -> None:
         watched.extend(endings.fds())
@@ -614,15 +621,15 @@ def test_ranks_that_have_answered_are_watched_no_more() -> None:
 @pytest.mark.parametrize("code", [0, 3, -signal.SIGKILL])
 def test_ends_of_threads_tell_of_a_process(code: int) -> None:
     pid, end = fork_with_a_thread()
-    assert not system.is_failing(pid)
-    watched = system.watch_threads(pid)
+    assert not supervision.is_failing(pid)
+    watched = supervision.watch_threads(pid)
     if code < 0:
         os.kill(pid, -code)
     else:
         os.write(end, bytes([code]))
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     ended = wait_readable(watched, 0.0)
-    assert system.is_failing(pid) == bool(code)
+    assert supervision.is_failing(pid) == bool(code)
     os.waitpid(pid, 0)
     for fd in (*watched, end):
         os.close(fd)
@@ -647,8 +654,8 @@ def fork_with_a_thread() -> tuple[int, int]:
 
 
 def test_nothing_is_told_of_threads_where_proc_numbers_them_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system.os, "readlink", lambda _: "1")
-    assert system.watch_threads(os.getpid()) == []
+    monkeypatch.setattr(supervision.os, "readlink", lambda _: "1")
+    assert supervision.watch_threads(os.getpid()) == []
 
 
 def test_another_consequence_does_not_hold_the_first_longer(world: World) -> None:
@@ -850,7 +857,7 @@ class Forking:
         self.forked += 1
         return os.getpid()
 
-    def watches(self, launcher: Channel, parent: int, due: float | None) -> list[Any]:
+    def watches(self, launcher: Channel, parent: int, due: float) -> list[Any]:
         """Forks eight at most; returns what the launcher has said."""
         pidfd, crash = os.pidfd_open(os.getpid()), os.memfd_create("crash")
         rank = RankProcess(0, 0, os.getpid(), pidfd, Channel.pair()[0], crash, -1)
@@ -858,8 +865,8 @@ class Forking:
         for part, does in (("_prepare", lambda *_: pending), ("_fork", self.fork), ("_adopt", lambda *_: rank)):
             self.monkeypatch.setattr(fork_ranks_module, part, does)
         self.monkeypatch.setattr(fork_ranks_module, "_AT_ONCE", 1)
-        self.monkeypatch.setattr(fork_ranks_module.room, "runs_short", self.between)
-        watch = fork_ranks_module.EarlyWatch(launcher, parent, OwnedFds(), due)
+        self.monkeypatch.setattr(fork_ranks_module.capacity, "runs_short", self.between)
+        watch = fork_ranks_module.EarlyWatch(launcher, parent, OwnedFds(), Deadline(due))
         context = SimpleNamespace(spec=SimpleNamespace(local_world_size=8, stays=False), owned=OwnedFds(), watch=watch)
         try:
             fork_ranks_module.fork_ranks(cast(Any, context), launcher)
@@ -913,9 +920,9 @@ def test_forking_ends_with_who_wants_it(
         return ""
 
     forking = Forking(monkeypatch, happens)
-    due = float("-inf") if how == "the deadline passes" else None
+    due = float("-inf") if how == "the deadline passes" else NEVER
     assert forking.watches(theirs, parent[1], due) == said
-    assert forking.forked == (forked if due is None else 1)
+    assert forking.forked == (forked if due == NEVER else 1)
     ours.close()
     theirs.close()
 
@@ -923,7 +930,7 @@ def test_forking_ends_with_who_wants_it(
 def test_forking_ends_where_memory_runs_short(monkeypatch: pytest.MonkeyPatch, parent: tuple[int, int]) -> None:
     ours, theirs = Channel.pair()
     with pytest.raises(NoLaunchError):
-        Forking(monkeypatch, lambda: "1 KiB of 2 KiB of memory are left").watches(theirs, parent[1], None)
+        Forking(monkeypatch, lambda: "1 KiB of 2 KiB of memory are left").watches(theirs, parent[1], NEVER)
     while not isinstance(told := ours.receive()[0], Refused):
         pass
     assert told.text == "1 KiB of 2 KiB of memory are left after 1 of 8 ranks were forked; give fewer ranks"
@@ -955,7 +962,7 @@ def overs(told: list[object]) -> list[CallOver]:
 
 def test_the_end_of_a_call_that_is_over_ends_no_other() -> None:
     """It was asked for before its caller had heard that it was over."""
-    world = World(kind=KeptSupervisor)
+    world = World(calls=RepeatedCalls)
     answers = [functools.partial(world.answer, rank) for rank in range(3)]
     told = world.run(
         lambda: begin(world, 5), *answers, lambda: begin(world, 6), lambda: world.ours.send(EndCall(5)), *answers,
@@ -968,7 +975,7 @@ def test_the_end_of_a_call_that_is_over_ends_no_other() -> None:
 
 def test_what_a_rank_has_answered_is_told_before_the_end_of_another() -> None:
     """It is kept back where nothing has failed, and would be lost with the ranks."""
-    world = World(kind=KeptSupervisor)
+    world = World(calls=RepeatedCalls)
     told = world.run(lambda: begin(world, 5), lambda: world.answer(0), lambda: world.end(1, 3))
     kinds = [type(record) for record in told]
     assert kinds.index(messages.RankAnswered) < kinds.index(messages.RankGone)
@@ -976,8 +983,8 @@ def test_what_a_rank_has_answered_is_told_before_the_end_of_another() -> None:
 
 def test_the_end_of_a_call_is_that_of_the_request_to_stop_it() -> None:
     """Whose time would else be over in a call that nobody has asked to stop."""
-    world, cleared, seen = World(size=1, kind=KeptSupervisor), list[int](), list[int]()
-    world.supervisor._parts.over = lambda: cleared.append(world.supervisor._call.number)  # type: ignore[method-assign]
+    world, cleared, seen = World(size=1, calls=RepeatedCalls), list[int](), list[int]()
+    world.supervisor._parts.over = lambda: cleared.append(world.supervisor.launch.call.number)  # type: ignore[method-assign]
     answer = functools.partial(world.answer, 0)
 
     def begin_the_next() -> None:
@@ -990,7 +997,7 @@ def test_the_end_of_a_call_is_that_of_the_request_to_stop_it() -> None:
 
 def test_a_deadline_that_the_launcher_has_kept() -> None:
     """It is as if the agent had; of a call that is over nothing but this is said."""
-    world = World(kind=KeptSupervisor)
+    world = World(calls=RepeatedCalls)
     answers = [functools.partial(world.answer, rank) for rank in range(3)]
     told = world.run(
         lambda: begin(world, 5), *answers, lambda: world.ours.send(EndCall(5, 2.0)), lambda: begin(world, 6),
@@ -1003,7 +1010,7 @@ def test_a_deadline_that_the_launcher_has_kept() -> None:
 
 
 def test_answers_of_more_ranks_than_one_record_carries() -> None:
-    world = World(size=FD_LIMIT + 2, kind=KeptSupervisor)
+    world = World(size=FD_LIMIT + 2, calls=RepeatedCalls)
     answers = [functools.partial(world.answer, rank) for rank in range(world.size)]
     told = world.run(lambda: begin(world, 1), *answers, lambda: end_ranks(world))
     before = [record.rank for record in told if isinstance(record, messages.RankAnswered)]
@@ -1013,7 +1020,7 @@ def test_answers_of_more_ranks_than_one_record_carries() -> None:
 
 def test_a_call_that_begins_as_a_rank_is_gone() -> None:
     """Its caller has not heard of that yet."""
-    world = World(kind=KeptSupervisor)
+    world = World(calls=RepeatedCalls)
     heard: list[object] = []
 
     def hear_and_end() -> None:
@@ -1029,7 +1036,7 @@ def test_a_call_that_begins_as_a_rank_is_gone() -> None:
 @pytest.mark.timeout(60)  # it would be looked at for ever
 def test_a_rank_that_does_not_come_back_is_lost_when_grace_ends() -> None:
     """However often it is looked at meanwhile."""
-    world = World(kind=KeptSupervisor)
+    world = World(calls=RepeatedCalls)
     world.run(lambda: begin(world, 1), lambda: world.ours.send(EndCall(1)))
     assert {(name, round(at)) for _, name, at in world.signals} == {("SIGTERM", 105)}
 

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlaunch.agent.entered import EnteredRequests
-from mlaunch.agent.questions import Questions
+from mlaunch.agent.questions import EnteredRequests, Questions
 from mlaunch.base import linux
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel

@@ -20,7 +20,7 @@ from mlaunch.agent.inspection import Inspection
 from mlaunch.agent.peers import Peers
 from mlaunch.agent.questions import Questions
 from mlaunch.agent.scene import AgentParts
-from mlaunch.agent.supervision.stack_requests import StackRequests
+from mlaunch.agent.stack_requests import StackRequests
 from mlaunch.forkserver import imports
 from mlaunch.insight.wire import WATCH
 from mlaunch.machines.gate.gate import Gate
@@ -86,10 +86,12 @@ def test_an_agent_that_is_looked_at() -> None:
         stacks="",
     )
     inspection, (launcher, _) = Inspection(spec, [rank], board, lambda: now[0]), Channel.pair()
-    parts = AgentParts(
-        {}, [rank], questions, launcher, Peers(), clock=lambda: now[0], call=int, fail=lambda *_: None
+    launch: Any = SimpleNamespace(
+        by_local_rank=[rank], questions=questions, launcher=launcher, clock=lambda: now[0], board=board,
+        stopping=SimpleNamespace(asked=requests), inspection=inspection, peers=Peers(),
+        sections={},
     )  # fmt: skip
-    parts.board, parts.stacks, parts.status = board, requests, inspection.status
+    parts = AgentParts(launch, lambda *_: None)
     inspection.ask = parts.asked
 
     def look() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mlaunch.agent.supervision.launch_state import OngoingCall
 from mlaunch.base import linux
+from mlaunch.base.deadline import NEVER, Deadline
 from mlaunch.caller.launch import watchdog
 from mlaunch.caller.launch.handle import LaunchHandle
 from mlaunch.caller.launch.watchdog import Killed, Limits
@@ -59,12 +59,12 @@ def test_a_press_brings_the_end_of_a_deadline_forward(monkeypatch: pytest.Monkey
 def test_a_deadline_that_is_held_comes_no_nearer(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(watchdog, "time", clock)
-    waiting, ongoing = Limits(1.0, 1000.0, lambda: None), OngoingCall(0, 1000.0, clock.now + 1000.0)
+    waiting, ongoing = Limits(1.0, 1000.0, lambda: None), Deadline().start(1000.0, clock.now)
     left = waiting.timeout()
     for _ in range(2):
         waiting.hold(True)
         ongoing.hold(clock.now, held=True)
-        assert (waiting.timeout(), ongoing.due) == (None, None)
+        assert (waiting.timeout(), ongoing.due) == (None, NEVER)
         clock.now += 5000.0
         waiting.hold(False)
         ongoing.hold(clock.now, held=False)

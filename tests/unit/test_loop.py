@@ -91,7 +91,6 @@ INSIDE = {
     "mlaunch._version": "test_the_version",
     "mlaunch.cli.completion": "test_completion_without_shtab",
     "mlaunch.cli.parser": "test_completion",
-    "mlaunch.agent.kept.one_of_several": "test_an_exception_on_one_machine_leaves_them_in_step",
     "mlaunch.agent.prepared": "test_a_prepared_launch_serves_other_functions_arguments_and_command_lines",
     "mlaunch.agreed_stop.command": "test_the_flags_of_options",
     "mlaunch.base.failure_data": "test_a_rank_that_fails",

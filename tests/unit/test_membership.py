@@ -111,7 +111,7 @@ def test_a_link_that_says_nothing_is_killed() -> None:
     os.kill(link.pid, signal.SIGKILL)
     os.waitpid(link.pid, 0)
     assert ended
-    assert heard is not None
+    assert isinstance(heard, RankFailure)
     assert heard.what == "said nothing for 0 s (was it stopped?) and was killed"
     os.close(pidfd)
     for channel in (link.channel, link.theirs):
@@ -145,7 +145,8 @@ def test_a_link_that_ends_after_a_failure_is_no_news(told: bool) -> None:
         peers.tell(RankFailure(0, 1, "raised ValueError"))
     link.theirs.close()
     heard = peers.hear([link.channel.fileno()])
-    assert (heard.who if heard else "") == ("" if told else "the process that talks to the other machines")
+    who = heard.who if isinstance(heard, RankFailure) else ""
+    assert who == ("" if told else "the process that talks to the other machines")
     assert not peers.awaited
     link.channel.close()
 

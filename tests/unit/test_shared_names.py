@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from mlaunch.agent.supervision import shared_names
-from mlaunch.agent.supervision.shared_names import SharedNames
+from mlaunch.agent import shared_names
+from mlaunch.agent.shared_names import SharedNames
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from mlaunch.agent.supervision.stack_requests import request
+from mlaunch.agent.stack_requests import request
 from mlaunch.protocol import stack_dump
 from mlaunch.protocol.messages import Phase
 from tests.contract import crashes

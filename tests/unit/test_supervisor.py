@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,11 @@ import pytest
 import torch.distributed as dist
 
 from mlaunch import LaunchError, LaunchTimeout, RankFailure, launcher
-from mlaunch.agent import fork_ranks
+from mlaunch.agent import fork_ranks, stopping
 from mlaunch.agent.fork_ranks import EarlyWatch
 from mlaunch.agent.rank_process import RankProcess
-from mlaunch.agent.supervision import stopping
-from mlaunch.agent.supervision.supervisor import Supervisor
+from mlaunch.agent.supervisor import Supervisor
+from mlaunch.base.deadline import NEVER
 from mlaunch.base.linux import wait_readable
 from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
@@ -71,8 +72,9 @@ def test_a_deadline_after_the_last_answer_costs_nothing(monkeypatch: pytest.Monk
     look = Supervisor._check_deadline
 
     def at_once(supervisor: Supervisor) -> None:
-        if supervisor._call.released:  # only then does it pass, however slow this machine is
-            supervisor._call.due = 0.0 if supervisor._call.due is not None else None
+        deadline = supervisor.launch.call.deadline
+        if supervisor.launch.call.released:  # only then does it pass, however slow this machine is
+            deadline.due = 0.0 if deadline.due < NEVER else NEVER
             look(supervisor)
 
     monkeypatch.setattr(Supervisor, "_check_deadline", at_once)
@@ -132,7 +134,7 @@ def forked_by_ones(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], ob
         def after(watch: EarlyWatch, ranks: Sequence[RankProcess]) -> bool:
             if len(ranks) == 1:
                 does()
-                wait_readable([watch.launcher.fileno()], 60 if watch.due is None else watch.left())
+                wait_readable([watch.launcher.fileno()], min(60, watch.deadline.due - time.monotonic()))
             return look(watch, ranks)
 
         monkeypatch.setattr(EarlyWatch, "is_over", after)

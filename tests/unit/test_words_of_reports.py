@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from mlaunch import comm, launcher
-from mlaunch.agent.supervision.evidence import Evidence
+from mlaunch.agent.evidence import Evidence
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.text import name_ranks
 from mlaunch.caller.launch.hints import hints_of
@@ -41,7 +41,7 @@ def test_a_stopped_rank_is_named_without_being_waited_for() -> None:
     def train() -> None:
         store = dist.distributed_c10d._get_default_store()
         if dist.get_rank() == 1:
-            from mlaunch.agent.supervision.stack_requests import state_of
+            from mlaunch.agent.stack_requests import state_of
 
             peer = int(store.get("pid"))
             while state_of(peer) != "T":

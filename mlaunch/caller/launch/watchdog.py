@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from mlaunch.base import linux
+from mlaunch.base.deadline import NEVER, Deadline
 from mlaunch.base.fds import KeptFd
 from mlaunch.protocol import error_file, registry, temporary
 from mlaunch.protocol.spec import LaunchSpec
@@ -42,10 +43,10 @@ class Backing(Protocol):
     silence: str  # says that it was killed, as it did not answer in time
 
     def kill(self) -> None:
-        """Ends it at once, and the launch with it."""
+        """End it at once, and the launch with it."""
 
     def describe_end(self) -> str:
-        """Says how it ended."""
+        """Return how it ended, in words."""
 
 
 class Killed(enum.Enum):
@@ -70,54 +71,46 @@ class Limits:
     agent: KeptFd | None = None  # its pidfd, once it is known
     tell_late: Callable[[], object] | None = None
     begun: float | None = None  # None: now
-    _due: float | None = None
-    _held: float | None = None  # seconds until then, while nobody counts
+    _next_step: Deadline = field(default_factory=Deadline)
     _last: Killed = field(default=Killed.NONE)
 
     def __post_init__(self) -> None:
         if self.deadline is not None:
             begun = time.monotonic() if self.begun is None else self.begun
-            self._due = begun + self.deadline + (self._reaction() if self.tell_late is None else 0.0)
+            self._next_step.start(self.deadline + (self._reaction() if self.tell_late is None else 0.0), begun)
 
     def timeout(self) -> float | None:
-        """Returns the seconds until ``kill_if_overdue`` has something to do; None: it never has."""
-        return None if self._due is None else max(0.0, self._due - time.monotonic())
+        """Return the seconds until ``kill_if_overdue`` has something to do; None: it never has."""
+        due = self._next_step.due
+        return None if due == NEVER else max(0.0, due - time.monotonic())
 
     def begin_cancel(self, *, force: bool) -> None:
-        """Begins to count: the agent was asked to end the launch. To ask again only shortens what was begun."""
-        self._forget_own_deadline()
-        self._bring_forward(times.step if force else self._reaction())
+        """Begin to count: the agent was asked to end the launch. To ask again only shortens what was begun."""
+        self._act_within(times.step if force else self._reaction())
 
     def hold(self, held: bool) -> None:
-        """Ceases to count towards the deadline, or counts on."""
-        if held and self._due is not None:
-            self._held, self._due = self._due - time.monotonic(), None
-        elif not held and self._held is not None:
-            left, self._held = self._held, None
-            self._bring_forward(left)
+        """Cease to count towards the deadline, or count on."""
+        self._next_step.hold(time.monotonic(), held=held)
 
     def agent_ended(self) -> None:
         """The fork server has nothing left to do but to say so."""
-        self._forget_own_deadline()
-        self._bring_forward(2 * times.reaction)  # it also ends what the launch left
+        self._act_within(2 * times.reaction)  # it also ends what the launch left
 
-    def _forget_own_deadline(self) -> None:
-        if self.tell_late is not None:
-            self.tell_late = self._due = self._held = None
-
-    def _bring_forward(self, seconds: float) -> None:
-        due = time.monotonic() + seconds
-        self._due = due if self._due is None else min(self._due, due)
+    def _act_within(self, seconds: float) -> None:
+        if self.tell_late is not None:  # a deadline of our own, which needs no telling any more
+            self.tell_late = None
+            self._next_step.cancel()
+        self._next_step.bring_forward(time.monotonic() + seconds)
 
     def kill_if_overdue(self) -> Killed:
-        """Takes the next step, if it is due; returns who was killed."""
-        if self._due is None or time.monotonic() < self._due:
+        """Take the next step, if it is due; return who was killed."""
+        if time.monotonic() < self._next_step.due:
             return Killed.NONE
         if self.tell_late is not None:
             self.tell_late()
             self.begin_cancel(force=False)
             return Killed.NONE
-        self._due = time.monotonic() + times.step
+        self._next_step.start(times.step, time.monotonic())
         self._last = self._next()
         if self._last is Killed.AGENT and self.agent is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -132,11 +125,11 @@ class Limits:
         return Killed.SERVER if self._last in {Killed.NONE, Killed.AGENT} else Killed.NOTHING_LEFT
 
     def _agent_lives(self) -> bool:
-        """Tells whether it is known, and has not ended."""
+        """True if it is known, and has not ended."""
         return self.agent is not None and self.agent.intact() and not linux.wait_readable([self.agent.fd], 0.0)
 
     def close(self) -> None:
-        """Lets go of the agent."""
+        """Let go of the agent."""
         if self.agent is not None:
             self.agent.close()
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.agent.rank_process import RankProcess
-from mlaunch.agent.supervision.stack_requests import state_of
+from mlaunch.agent.stack_requests import state_of
 from mlaunch.core.parts import AgentPart
 from mlaunch.insight.agent.activity import activity, asleep, children_of, file_of, resident
 from mlaunch.insight.wire import ALL_STACKS, PULSE, STACKS, WATCH, WHY

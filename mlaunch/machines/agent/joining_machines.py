@@ -10,8 +10,7 @@ from collections.abc import Iterable
 from multiprocessing.connection import wait
 
 from mlaunch._version import __version__
-from mlaunch.agent.peers import Joined
-from mlaunch.agent.refusal import NoLaunchError, refuse
+from mlaunch.agent.peers import Joined, NoLaunchError, refuse
 from mlaunch.base.exceptions import RankFailure, describe_exit
 from mlaunch.base.text import printable
 from mlaunch.machines.agent.linked_peers import LinkedPeers, silence

@@ -8,6 +8,7 @@ import time
 from collections.abc import Collection
 
 from mlaunch.agent.peers import Peers
+from mlaunch.base.deadline import NEVER
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.machines.gate.membership import shortened
 from mlaunch.machines.link.link_handle import Link
@@ -28,7 +29,6 @@ class LinkedPeers(Peers):
         self._link = link
         self.agree = not by_engine
         self.pids = [link.pid]
-        self._words: list[ForPart] = []
         self._timeout = timeout
         self._heard_at = time.monotonic()
         self._over, self._told = False, False
@@ -37,12 +37,12 @@ class LinkedPeers(Peers):
     def fds(self) -> list[int]:
         return [] if self._over else [self._link.channel.fileno()]
 
-    def due(self) -> float | None:
-        """Returns when the link will count as lost, in monotonic seconds."""
-        return self._heard_at + self._timeout if self.fds() else None
+    def due(self) -> float:
+        """Return when the link will count as lost, in monotonic seconds."""
+        return self._heard_at + self._timeout if self.fds() else NEVER
 
-    def hear(self, ready: Collection[int]) -> RankFailure | None:
-        """Returns the first failure of another machine, if that is the news."""
+    def hear(self, ready: Collection[int]) -> RankFailure | ForPart | None:
+        """Return the first failure of another machine, or a word for a feature's part, if that is the news."""
         if self._over:
             return None
         if self._link.channel.fileno() not in ready:
@@ -59,21 +59,14 @@ class LinkedPeers(Peers):
         match record:
             case AllGone():
                 self._over = True
-            case ForPart():
-                self._words.append(record)
-            case RankFailure():
-                self._told = True
+            case RankFailure() | ForPart():
+                self._told = self._told or isinstance(record, RankFailure)
                 return record
             case Beat() | Waiting() | Planned() | Refused():  # of the time before
                 pass
             case _:
                 assert_never(record)
         return None
-
-    def take_words(self) -> list[ForPart]:
-        """Returns what has come for features' parts from where the machines meet, once."""
-        words, self._words = self._words, []
-        return words
 
     def say(self, record: PartSays) -> None:
         """Says a word of a feature's part there."""

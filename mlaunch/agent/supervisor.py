@@ -13,17 +13,17 @@ import signal
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
-from mlaunch.agent.questions import Questions
+from mlaunch.agent.evidence import Evidence, limits_of
+from mlaunch.agent.launch_state import LaunchState
+from mlaunch.agent.one_call import Calls
+from mlaunch.agent.peers import SharedFailure
 from mlaunch.agent.rank_process import RankProcess
 from mlaunch.agent.scene import AgentParts
-from mlaunch.agent.supervision.evidence import Evidence, limits_of
-from mlaunch.agent.supervision.launch_state import OngoingCall, SharedFailure, Supervision
-from mlaunch.agent.supervision.stopping import Stopping
-from mlaunch.agent.supervision.system import System
+from mlaunch.agent.supervision import Supervision, System
 from mlaunch.base.child_ends import ChildEnds
+from mlaunch.base.deadline import NEVER
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.protocol import error_file, failures
-from mlaunch.protocol.channel import pickled
 from mlaunch.protocol.messages import (
     CAUSE_DELAY,
     AgentHears,
@@ -31,63 +31,36 @@ from mlaunch.protocol.messages import (
     AnswerKind,
     Cancel,
     DeadlinePassed,
+    Errand,
     RankAnswered,
-    RunCall,
     ServerGone,
 )
-from mlaunch.protocol.spec import Details
 
 if TYPE_CHECKING:
     from mlaunch.machines.gate.store_process import StoreProcess
 
 
 class Supervisor:
-    """Watches until all ranks are reaped. ``held``: descriptors that came with the call, which they hold, too."""
+    """Watches until all ranks are reaped. ``calls`` makes what happens between calls (``calls.py``)."""
 
-    held: tuple[int, ...] = ()
-
-    def __init__(self, scene: Supervision) -> None:
-        self._ranks = {rank.pidfd: rank for rank in scene.ranks}
-        self._by_local_rank = list(scene.ranks)
+    def __init__(self, scene: Supervision, calls: Callable[[LaunchState, AgentParts], Calls]) -> None:
+        self.launch = LaunchState(scene, self._begin_stopping)
+        self._ranks, self._by_local_rank = self.launch.ranks, self.launch.by_local_rank
+        self._stopping, self._questions = self.launch.stopping, self.launch.questions
+        self._parts = AgentParts(self.launch, self._end_for_part)
         self._results, self._server, self._launcher = scene.results, scene.server, scene.launcher
         self._said = scene.said
         self._listening = {scene.launcher.fileno(), scene.parent}
         self._inspection, self._peers = scene.inspection, scene.peers
+        self._inspection.facts, self._inspection.ask = self._parts.facts, self._parts.asked
         self._system, self._clock, self._signal_group = scene.system, scene.system.clock, scene.system.group
-        self._questions = Questions({one.rank: one.control for one in scene.ranks if one.control is not None})
-        self._must_stay = False  # a rank that ends well is a failure all the same
         self._evidence = Evidence()
-        self._call = OngoingCall(-1, None, None)
         self._shared = SharedFailure(scene.peers, scene.system.clock)
-        self._stopping = Stopping(self._ranks, scene, self._questions, self._begin_stopping)
-        self._parts = AgentParts(
-            scene.sections, scene.ranks, self._questions, scene.launcher, scene.peers,
-            clock=self._clock, call=lambda: self._call.number, fail=self._end_for_part,
-        )  # fmt: skip
-        self._parts.hold = lambda held: self._call.hold(self._clock(), held=held)
-        if self._inspection is not None:
-            self._inspection.facts, self._inspection.ask = self._parts.facts, self._parts.asked
-            self._parts.status, self._parts.launch = self._inspection.status, self._inspection.launch
-        self._parts.board, self._parts.stacks = scene.results.board, self._stopping.asked
         self._adopted = Adopted(scene.system, self._own_children)
-
-    def begin_call(
-        self, call_fd: int | None, deadline: float | None, left: float | None, details: Details | None = None
-    ) -> None:
-        """Sends a call to all ranks. ``call_fd`` None: they have it in memory. ``left``: seconds of its deadline."""
-        due = None if left is None else self._clock() + left
-        self._begin(OngoingCall(self._call.number + 1, deadline, due, details=details), call_fd=call_fd)
-        if not self._peers.awaited:  # they are told why we stop, which is known when the rank has ended
-            self._stopping.endings.watch_soon()
-
-    def _begin(self, call: OngoingCall, data: bytes = b"", call_fd: int | None = None) -> None:
-        self._call = call
-        record = pickled(RunCall(call.number, call.errand, data, call_fd is not None, call.details))
-        for rank in self._by_local_rank:
-            rank.begin_call(record, [*self.held] if call_fd is None else [call_fd, *self.held])
+        self._calls = calls(self.launch, self._parts)
 
     def run(self) -> bool:
-        """Watches the ranks to their end; tells whether that came by itself, with nothing amiss."""
+        """Watch the ranks to their end; return True if that came by itself, with nothing amiss."""
         for record, fds in self._said:
             self._take_word(self._launcher.fileno(), record, fds)
         while self._ranks or self._shared.is_awaited(stopping=self._fails):
@@ -101,13 +74,16 @@ class Supervisor:
             for pidfd in ready & set(self._ranks):
                 self._reap(self._ranks.pop(pidfd))
             self._adopted.reap(ready)
-            self._release()
+            if not self.launch.call.released and not any(rank.working for rank in self._ranks.values()):
+                self._calls.all_answered()
             for fd in ready & self._listening:
                 self._hear(fd)
             self._hear_peers(ready)
             self._check_deadline()
             self._serve(ready)
-            self._take_steps()
+            self._calls.take_steps()
+            self._stopping.take_steps()
+            self._parts.take_steps(ends=self._stopping.begun)
         self._adopted.close()
         self._parts.close()
         if self._server is not None:
@@ -125,34 +101,31 @@ class Supervisor:
 
     def _sources(self) -> list[int]:
         ours = [self._results.queue.fileno(), *self._stopping.fds(), *self._questions.fds(), *self._ranks]
-        ours += [*self._adopted.fds(), *(() if self._stopping.begun else self._parts.fds())]
-        ours += [*self._listening, *([] if self._server is None else [self._server.sentinel]), *self._peers.fds()]
-        return [*ours, *(() if self._inspection is None else self._inspection.fds())]
+        ours += [*self._adopted.fds(), *(() if self._stopping.begun else self._parts.fds()), *self._listening]
+        ours += [] if self._server is None else [self._server.sentinel]
+        return [*ours, *self._peers.fds(), *self._inspection.fds()]
 
     def _timeout(self) -> float | None:
-        """Returns the seconds until the next step is due, None if none is."""
-        visit = self._inspection.due if self._inspection is not None else None
-        steps = (None if self._stopping.begun else self._call.due, self._shared.farewell_at, visit, self._peers.due(),
-                 self._adopted.due)  # fmt: skip
-        due = [
-            *self._stopping.due(),
-            *self._parts.due(ends=self._stopping.begun),
-            *(step for step in steps if step is not None),
-        ]
-        return max(0.0, min(due) - self._clock()) if due else None
+        """Return the seconds until the next step is due, None if none is."""
+        begun = self._stopping.begun
+        due = min(
+            NEVER if begun else self.launch.call.deadline.due, self._calls.due(), self._stopping.due(),
+            self._parts.due(ends=begun), self._shared.farewell_at, self._inspection.due, self._peers.due(),
+            self._adopted.due,
+        )  # fmt: skip
+        return None if due == NEVER else max(0.0, due - self._clock())
 
     # What happens
 
     def _own_children(self) -> list[int]:
-        """Returns the children whose ends others take in: ranks that are not reaped, the gate, the link."""
+        """Return the children whose ends others take: ranks that are not reaped, the gate, the link."""
         server = [] if self._server is None else [self._server.pid]
         return [*(rank.pid for rank in self._ranks.values()), *server, *self._peers.pids]
 
     def _serve(self, ready: set[int]) -> None:
-        """Answers those who have come to look, or to end the launch."""
-        if self._inspection is None:
+        """Answer those who have come to look, or to end the launch."""
+        if not self._inspection.serve(ready):
             return
-        self._inspection.serve(ready)
         for visitor, feature, word in self._inspection.take_guests():
             self._parts.welcome(feature, visitor, word)
         if self._inspection.stopped_by is not None and not self._stopping.begun:
@@ -165,56 +138,36 @@ class Supervisor:
             self._end_by(failure, whole=whole)
 
     def _end_by(self, failure: RankFailure, *, whole: bool) -> None:
-        """Ends the call by a failure that is no rank's; with ``whole`` the launch."""
+        """End the call by a failure that is no rank's; with ``whole`` the launch."""
         self._launcher.try_send(failure)
         self._shared.remember(lambda: failure)
         if whole:
             self._stopping.within(0.0)
         else:
             self._stopping.spare_nobody()
-            self._end_call(0.0)
-
-    def _take_steps(self) -> None:
-        self._stopping.take_steps()
-        self._parts.take_steps(ends=self._stopping.begun)
+            self._calls.end(0.0)
 
     def _drain(self) -> None:
         answers = self._results.queue.drain()
-        self._catch_up()
+        self._calls.catch_up()
         for answer in answers:
-            if answer.number == self._call.number:  # else it comes too late
-                self._pass_on(answer)
+            if answer.number == self.launch.call.number:  # else it comes too late
+                self._take_answer(answer)
 
-    def _catch_up(self) -> None:
-        """Reads from the board which calls were sent, and answered, directly (ranks that stay)."""
-
-    def _pass_on(self, answer: Answer) -> None:
+    def _take_answer(self, answer: Answer) -> None:
         rank = self._by_local_rank[answer.local_rank]
         rank.take(answer)
+        if self.launch.call.errand is not Errand.RUN:  # which was ours, not the launcher's
+            return
         told = (answer.kind, answer.consequence, self._clock(), answer.stale, answer.data)
         record = RankAnswered(rank.rank, rank.pid, *told)
-        self._forward(rank, record)
+        self._calls.forward(rank, record)
         if answer.kind is not AnswerKind.VALUE:
             self._shared.remember(lambda: failures.from_answer(record, rank.content.read()))
-            self._end_call(CAUSE_DELAY if answer.consequence else 0.0)
-
-    def _forward(self, rank: RankProcess, record: RankAnswered) -> None:
-        self._launcher.try_send(record, rank.content.fds())
-
-    def _end_call(self, delay: float) -> None:
-        """Ends the call, within that time at the latest."""
-        self._stopping.within(delay)
-
-    def _release(self) -> None:
-        """Lets ranks go that have answered, once nobody is left who works with them."""
-        if not self._call.released and not any(rank.working for rank in self._ranks.values()):
-            self._call.released = True
-            self._stopping.endings.close()
-            self._stopping.expect_ends()
-            for rank in self._ranks.values():
-                rank.release()
+            self._calls.end(CAUSE_DELAY if answer.consequence else 0.0)
 
     def _reap(self, rank: RankProcess) -> None:
+        self._calls.lose_rank()
         # Its group goes while the dead leader still holds the number, so that no other group can be hit.
         self._signal_group(rank.pid, self._stopping.heard(signal.SIGTERM))
         limits = limits_of(rank.pid)
@@ -233,7 +186,7 @@ class Supervisor:
         self._questions.forget(rank.rank)
         rank.close()
         # One that has answered costs nobody anything by its end. If others fail of it, it is their cause.
-        if (record.failed and rank.answer is not AnswerKind.VALUE) or self._must_stay:
+        if (record.failed and rank.answer is not AnswerKind.VALUE) or self._calls.must_stay:
             self._stopping.within(0.0)
 
     def _lose_server(self, server: StoreProcess) -> None:
@@ -243,11 +196,15 @@ class Supervisor:
         self._stopping.within(0.0)
 
     def _hear(self, fd: int) -> None:
-        """Takes in that the launcher cancels, or that the launcher or the fork server is gone."""
+        """Act on a word of the launcher's, or on the end of the launcher or the fork server."""
         self._take_word(fd, *(self._launcher.hear() if fd == self._launcher.fileno() else (None, [])))
 
     def _take_word(self, fd: int, record: AgentHears | None, fds: list[int]) -> None:
-        if self._parts.hear(record, fds) or self._is_asked(record) or self._obey(record, fds):
+        if (
+            self._parts.hear(record, fds)
+            or self._inspection.obey(record, self._launcher)
+            or self._calls.hear(record, fds)
+        ):
             return
         if record is None:
             self._listening.discard(fd)
@@ -259,38 +216,33 @@ class Supervisor:
         else:
             self._stopping.cancel(record.number, force=record.force)
 
-    def _is_asked(self, record: AgentHears | None) -> bool:
-        return self._inspection is not None and self._inspection.obey(record, self._launcher)
-
-    def _obey(self, _record: AgentHears | None, _fds: list[int]) -> bool:
-        """Does what a launcher asks of ranks that stay, or are prepared; False if it asks for something else."""
-        return False
-
     def _check_deadline(self) -> None:
-        if self._stopping.begun or self._call.due is None or self._clock() < self._call.due:
+        call = self.launch.call
+        if self._stopping.begun or self._clock() < call.deadline.due:
             return
-        self._call.due = None
-        if self._call.released and not self._peers.awaited:
+        call.deadline.cancel()
+        if call.released and not self._peers.awaited:
             self._stopping.end_leaving()
             return
         self._stopping.explain()
         self._launcher.try_send(DeadlinePassed())
-        self._shared.remember(lambda: failures.from_deadline(self._call.deadline))
-        self._end_call(0.0)
+        self._shared.remember(lambda: failures.from_deadline(call.seconds))
+        self._calls.end(0.0)
 
     # The other machines
 
     def _begin_stopping(self) -> None:
-        """Tells the peers why."""
+        """Tell the peers why."""
         if self._fails:
             self._shared.tell()
 
     def _hear_peers(self, ready: set[int]) -> None:
-        if (failure := self._peers.hear(ready)) is not None:
-            self._launcher.try_send(failure)
-            self._stopping.follow(failure)
-        for word in self._peers.take_words():
-            self._parts.hear_machines(word)
+        news = self._peers.hear(ready)
+        if isinstance(news, RankFailure):
+            self._launcher.try_send(news)
+            self._stopping.follow(news)
+        elif news is not None:
+            self._parts.hear_machines(news)
 
 
 _WATCH_DELAY = 0.05  # seconds into a launch: shorter ones are spared the work
@@ -307,23 +259,23 @@ class Adopted:
         self._system = system
         self._own = own
         self._ends: ChildEnds | None = None
-        self.due: float | None = system.clock() + _WATCH_DELAY  # when ``reap`` begins to watch; None: it does
+        self.due = system.clock() + _WATCH_DELAY  # when ``reap`` begins to watch; ``NEVER``: it does
 
     def fds(self) -> list[int]:
         return [] if self._ends is None else [self._ends.fileno()]
 
     def reap(self, ready: Collection[int]) -> None:
-        """Reaps what has ended, if some child has."""
-        if self.due is not None and self._system.clock() >= self.due:
-            self.due, self._ends = None, self._system.child_ends()
+        """Reap what has ended, if some child has."""
+        if self.due < NEVER and self._system.clock() >= self.due:
+            self.due, self._ends = NEVER, self._system.child_ends()
             self._system.reap(self._own())  # those of before
         elif self._ends is not None and self._ends.fileno() in ready:
             self._ends.take()  # first: who ends from now on is heard of again
             self._system.reap(self._own())
 
     def close(self) -> None:
-        """Watches no more."""
-        self.due = None
+        """Watch no more."""
+        self.due = NEVER
         if self._ends is not None:
             self._ends.close()
             self._ends = None

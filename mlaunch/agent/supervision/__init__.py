@@ -1,1 +1,0 @@
-"""How an agent watches its ranks, and stops them."""
