@@ -15,9 +15,9 @@ from tests.conftest import ROOT
 LIMITS = {
     "caller": (273, 61),
     "fork server": (79, 12),
-    "agent": (310, 47),
+    "agent": (303, 47),
     "rank": (182, 42),
-    "all": (735, 121),
+    "all": (729, 121),
 }
 MODULES = {"caller": 123, "rank": 156}
 FEATURES = {"caller": {"warm"}}  # of which something is loaded: it is asked for a fork server
