@@ -430,7 +430,7 @@ SLIPS = (
         "kept and prepared",
         "name_of_a_prepared_agent",
         "agent/prepared.py",
-        '        name_process("agent", record.call.name)\n',
+        '        name_process("agent", call.name)\n',
         "",
         ("contract/test_prepared.py::test_a_resting_agent_holds_nothing_of_a_call_that_was_prepared",),
         "the name was given as the agent began",
