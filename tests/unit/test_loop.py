@@ -172,6 +172,7 @@ INSIDE = {
     "mlaunch.pytest.rank.run_test": "test_who_am_i",
     "mlaunch.pytest.caller.sent_tests": "test_who_am_i",
     "mlaunch.pytest.rank.rank_place": "test_who_am_i",
+    "mlaunch.pytest.rank.rank_request": "test_who_am_i",
     "mlaunch.pytest.caller.hypothesis_seeds": "test_who_am_i",
     "mlaunch.pytest.rank.hypothesis_draws": "test_who_am_i",
     "mlaunch.pytest.rank.fixture_steps": "test_who_am_i",
