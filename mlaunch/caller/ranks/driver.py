@@ -25,7 +25,7 @@ _SHORT_STEP = 0.01  # seconds that a step takes at most, unless it waits for som
 
 
 class Driver:
-    """Steps when there is something to do: in the thread of who waits, or in one of its own."""
+    """What steps a launch when there is something to do: the thread of who waits, or one of its own."""
 
     def __init__(self, launch: Any) -> None:  # a RanksLaunch, whose module imports this one
         self._launch = launch

@@ -32,7 +32,7 @@ class Holder(Protocol):
 
 
 class Held:
-    """Stands for one object on each rank; made by ``Ranks.hold``.
+    """The handle of one object on each rank, which ``Ranks.hold`` makes.
 
     In the arguments of a call on the same ranks, at any depth, and in what a function brings along, it is on each rank
     that rank's object: the same one in each call. It is freed when the handle is (with the next call), or by ``free``.
@@ -98,7 +98,7 @@ class Held:
 
 
 class Scattered:
-    """Made by ``scatter``."""
+    """Values that are dealt to the ranks, one to each."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         self._values = list(values)

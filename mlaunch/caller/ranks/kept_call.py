@@ -101,8 +101,9 @@ def _held_lock() -> threading.Lock:
 
 @dataclass(eq=False)
 class KeptCall:
-    """``spec``: with this call's name and deadline; ``moves``: it holds nothing of these ranks, others may run it.
+    """A call, from its making to its end, on whatever ranks run it.
 
+    ``spec``: with this call's name and deadline; ``moves``: it holds nothing of these ranks, others may run it.
     ``freed``: numbers of held objects that it lets go of; if it does not get there, ``free_later`` takes them back.
     ``over``: it is settled or cancelled, and that was told. ``stale`` is as the future's.
     """

@@ -66,7 +66,7 @@ class KeptServer(Backing, Protocol):
 
 @dataclass
 class KeptHandle(LaunchHandle):
-    """Between two calls its outcome is that of the ranks themselves, of which nothing has been asked."""
+    """A launch whose calls follow each other. Between two, its outcome is that of ranks which are asked nothing."""
 
     server: KeptServer
     idle_spec: LaunchSpec = field(init=False)

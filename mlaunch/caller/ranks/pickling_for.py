@@ -28,12 +28,12 @@ _present = _PresentTarget()
 
 
 def present() -> Destination | None:
-    """Returns where the pickling of this thread goes; None: not to ranks that stay."""
+    """Return where the pickling of this thread goes; None: not to ranks that stay."""
     return _present.destination
 
 
 class towards:
-    """Says where, for the length of a block."""
+    """A block whose pickling goes to a destination."""
 
     def __init__(self, destination: Destination) -> None:
         self._destination = destination

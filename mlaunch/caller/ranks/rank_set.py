@@ -60,7 +60,7 @@ class ClosedError(RuntimeError):
 
 
 class RankSet:
-    """Makes calls, each on the present launch: the first, or a fresh one after that was lost."""
+    """What outlives each launch of its ranks: a call goes to the present one, or to a fresh one if that is lost."""
 
     def __init__(
         self, options: Options, *, restart: bool, idle_timeout: float | None, surroundings: Context | None = None
