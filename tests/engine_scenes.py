@@ -40,7 +40,7 @@ RIGS = {"slurm": slurm_here, "ssh": ssh, "mpirun": mpirun, "ray": ray}
 ANSWER_LIMIT, LEAVE_LIMIT = 120.0, 40.0  # seconds
 _LOOK_DELAY = 0.02
 _LARGE = 64 << 20  # bytes of a value that is on its way
-_LEASE = "4"  # seconds
+_HEARTBEAT_TIMEOUT = "4"  # seconds
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Stage:
         return scene
 
     def caller(self) -> Rig:
-        environ = {**self._rig.environ, "SCENE": str(self._ranks), "SCENE_LEASE": _LEASE}
+        environ = {**self._rig.environ, "SCENE": str(self._ranks), "SCENE_HEARTBEAT": _HEARTBEAT_TIMEOUT}
         return Rig(self._rig.engine, environ, self._rig._prefix)
 
     @contextlib.contextmanager

@@ -57,8 +57,8 @@ _PATIENCE = {
     "first look": "display.caller.drawn_lines._FIRST_LOOK_DELAY",  # before a line of progress
     "word of a wait": "caller.output.live.SILENCE",
     "merging": "caller.output.merging.WINDOW",  # for other ranks to say the same
-    "end of an allocation": "engines.caller.slurm_allocation._END_TIMEOUT",
-    "machines' answers": "engines.caller.launch.visitors_of_machines._PATIENCE",
+    "end of an allocation": "engines.caller.slurm._END_TIMEOUT",
+    "machines' answers": "engines.caller.launch.machines_inspection._PATIENCE",
     "slow import": "caller.launch.hints._TOLD_AT",  # after which users hear of it
 }
 

@@ -4,8 +4,8 @@
       |                 |
       +---- half of the time: a notice ---- all of it: a failure, as a deadline that has passed
 
-A caller who hears several machines agrees with all of them, and this agent only freezes and tells. So it does where the
-gate agrees with machines that have a caller each.
+An engine's caller agrees with all of its machines; this agent only freezes its ranks then, and reports. So it does
+where the gate agrees with machines that have a caller each.
 """
 
 from __future__ import annotations

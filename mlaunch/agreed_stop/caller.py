@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class StopPart(CallerPart):
-    """Asks all attempts of a call: one that begins after the signal hears of it, too, and none follows it."""
+    """Asks all attempts of a call, also one that begins after the signal, which is then the last."""
 
     def __init__(self, options: Options) -> None:
         given = options.stop_on
@@ -43,7 +43,7 @@ class StopPart(CallerPart):
         if self._numbers and threading.current_thread() is not threading.main_thread():
             raise misuse(
                 RuntimeError(
-                    "stop_on= in a call from another thread than the main one, where Python hears no signals: call "
+                    "stop_on= in a call from another thread than the main one, where Python receives no signals: call "
                     "from the main thread, or leave stop_on out and ask with mlaunch stop"
                 )
             )
@@ -82,7 +82,7 @@ def ask_to_stop(launch: TakesWords, reason: str) -> None:
 
 
 def noted(news: object, name: str) -> Note:
-    """Return what a launch of this name notes of what its agent says."""
+    """Return what a launch of this name notes of its agent's news."""
     if isinstance(news, StopAgreed):
         return Note(facts={"stopped": Stopped(news.reason, news.asked, news.look)})
     if isinstance(news, StopOverdue):

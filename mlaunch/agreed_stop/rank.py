@@ -89,7 +89,7 @@ _point = StopPoint()  # of this rank
 
 
 def _renew() -> None:
-    """Count for a fork of a rank alone, which nobody asks to stop. Someone may hold the old lock for ever."""
+    """Start from zero in a fork of a rank, which nobody asks to stop. Someone may hold the old lock for ever."""
     global _point  # noqa: PLW0603 - a fact about this process
     _point = StopPoint()
 

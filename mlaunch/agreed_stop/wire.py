@@ -211,7 +211,7 @@ class Freeze:
                 self._members.freeze(member)
 
     def take(self, member: int, looks: int) -> None:
-        """Take a count. A member that answers too late is told what the others have come to."""
+        """Take a count. A member that answers too late gets what the others have come to."""
         self._asked.discard(member)
         if self.look is not None:
             self._members.stop_at(member, self.look)

@@ -30,12 +30,11 @@ from mlaunch import LaunchError, LaunchTimeout, Ranks, launcher
 from mlaunch.caller.running_launches import ask
 from mlaunch.cli import main
 from mlaunch.engines import Command, Ends, Engine, Hosts, Placement, Ray, Slurm
-from mlaunch.engines.caller import lease
+from mlaunch.engines.caller.launch import timeouts
 from mlaunch.engines.caller.launch.agents_of_machines import MergedAgent
 from mlaunch.engines.caller.launch.machine import Machine
 from mlaunch.engines.member import member
-from mlaunch.engines.member.lease_term import SignalsHere
-from mlaunch.engines.member.machine_launch import MachineLaunch
+from mlaunch.engines.member.machine_launch import MachineLaunch, SignalsHere
 from mlaunch.engines.member.machine_plan import MachinePlan
 from mlaunch.engines.wire.frame_stream import FrameStream
 from mlaunch.engines.wire.member_messages import MARK, MachineDone, Start
@@ -571,7 +570,7 @@ def test_a_machine_that_does_not_answer_is_told_of(
     """Its member was stopped, or the program through which it is reached; its ranks go on, and nobody hears of them."""
     os.mkfifo(tmp_path / "told")
     engine = Hosts(["a", "b"], ssh=["sh", "-c", ssh, "sh"])
-    engine.lease = 4.0
+    engine.heartbeat_timeout = 4.0
 
     def work() -> int:
         if dist.get_rank() == 1:
@@ -705,7 +704,7 @@ def test_a_member_among_other_words() -> None:
             pass
 
     with pytest.raises(
-        LaunchError, match=r"^host m0 wrote something else than mlaunch .*beginning b'You have new mail"
+        LaunchError, match=r"^host m0 wrote something that is not from mlaunch .*beginning b'You have new mail"
     ):
         launcher(rank, 1, engine=Threads(serve), machines=1)()
 
@@ -722,7 +721,7 @@ def test_other_words_while_ranks_run(monkeypatch: pytest.MonkeyPatch) -> None:
         print("anything", flush=True)
         signal.pause()
 
-    words = r"^host m0 of \S+work\(\) was lost: the host wrote something else than mlaunch .*b'Broadcast message"
+    words = r"^host m0 of \S+work\(\) was lost: the host wrote something that is not from mlaunch .*b'Broadcast message"
     with pytest.raises(LaunchError, match=words):
         launcher(work, 1, engine=Threads(), machines=1, grace_period=0.1)()
 
@@ -827,8 +826,8 @@ def test_machines_that_hear_nothing_any_more_leave(
 ) -> None:
     """They give themselves back. A call that runs is ended."""
     monkeypatch.setattr(Placed, "farewell", ["mkdir", "-p", str(tmp_path / "given back")])
-    monkeypatch.setattr(lease.Renewal, "_run", lambda renewal: renewal._streams[1].send(renewal._lease))
-    engine.lease = 0.05
+    monkeypatch.setattr(timeouts.Heartbeats, "_run", lambda beats: beats._streams[1].send(beats._heartbeat))
+    engine.heartbeat_timeout = 0.05
     with pytest.raises(LaunchError, match=r"host m1 of pause\(\) was lost"):
         launcher(signal.pause, 1, engine=engine, grace_period=0.5)()
     assert (tmp_path / "given back").is_dir()
@@ -844,8 +843,8 @@ def test_a_machine_that_leaves_waits_for_its_ranks_at_rest(engine: Threads, monk
     looks = list[bool]()
     look = MachineLaunch._step
     monkeypatch.setattr(MachineLaunch, "_step", lambda launch: looks.append(launch._alone) or look(launch))
-    monkeypatch.setattr(lease.Renewal, "_run", lambda renewal: renewal._streams[0].send(renewal._lease))
-    engine.lease = 1.0  # in which the machine has begun
+    monkeypatch.setattr(timeouts.Heartbeats, "_run", lambda beats: beats._streams[0].send(beats._heartbeat))
+    engine.heartbeat_timeout = 1.0  # in which the machine has begun
 
     def stay() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -857,15 +856,15 @@ def test_a_machine_that_leaves_waits_for_its_ranks_at_rest(engine: Threads, monk
     assert 0 < sum(looks) < 100
 
 
-def test_a_lease_is_renewed(engine: Threads) -> None:
-    engine.lease = 0.5
+def test_heartbeats_are_sent(engine: Threads) -> None:
+    engine.heartbeat_timeout = 0.5
     with engine.hold(n_gpus=1) as cluster:
-        renewal = cluster._machines._renewal
-        assert renewal is not None
+        beats = cluster._machines._heartbeats
+        assert beats is not None
         for _ in range(3):
             assert launcher(rank, engine=cluster)() == [0, 1]
-    assert not renewal._thread.is_alive()
-    engine.lease = None
+    assert not beats._thread.is_alive()
+    engine.heartbeat_timeout = None
     assert launcher(rank, 1, engine=engine)() == [0, 1]
 
 
@@ -904,8 +903,8 @@ def test_other_mistakes() -> None:
     with pytest.raises(ValueError, match="output='raw' with engine=: ranks elsewhere have no stream"):
         Ranks(engine=Threads(), output="raw")
     engine = Threads()
-    engine.lease = 0
-    with pytest.raises(ValueError, match="lease=0: allowed: seconds, more than 0, or None"):
+    engine.heartbeat_timeout = 0
+    with pytest.raises(ValueError, match="heartbeat_timeout=0: allowed: seconds, more than 0, or None"):
         launcher(rank, engine=engine)()
     with pytest.raises(ValueError, match="allowed: a list of at least one name"):
         Hosts("a")
@@ -1023,7 +1022,7 @@ def test_a_script_whose_machines_are_taken_starts_anew_on_others(
     told = capfd.readouterr()
     lines = sorted(line.partition("] ")[2] for line in told.out.splitlines() if "attempt" in line)
     assert lines == ["attempt 0: TERM"] * 2 + ["attempt 1: done"] * 2
-    assert "mlaunch: train.py starts anew on other machines (preemption 1 of at most 2): the sch" in told.err
+    assert "mlaunch: train.py starts again on other machines (preemption 1 of at most 2): the sch" in told.err
     assert len(engine.placements) == 2
 
 
@@ -1107,7 +1106,7 @@ def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_call_whose_machines_are_taken_starts_anew_on_others(marker: Path) -> None:
     engine = Taken(2)
     ours = launcher(work_until_told, 1, engine=engine, stop_on="TERM", max_preemptions=3)
-    with pytest.warns(RuntimeWarning, match=r"starts anew on other machines \(preemption [12] of at most 3\)") as told:
+    with pytest.warns(RuntimeWarning, match=r"starts again on other machines \(preemption [12] of at most 3\)") as told:
         assert ours(marker) == ["done"] * 2
     assert (len(told), len(engine.placements)) == (2, 3)
     assert ours.last is not None

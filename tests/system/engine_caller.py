@@ -196,7 +196,7 @@ def queued(engine: Any) -> Any:
 
 def waiting(engine: Any) -> Any:
     """Tells when it waits for machines."""
-    engine.lease = 1.0
+    engine.heartbeat_timeout = 1.0
     with contextlib.redirect_stderr(Straight("is queued by Slurm", '{"waits": true}\n')):
         return launcher(wait_for_ever, engine=engine, deadline=5, grace_period=0.5)()
 
@@ -330,7 +330,7 @@ def processes(engine: Any) -> Any:
 
 def unheard(engine: Any) -> Any:
     """The same, on machines that leave some seconds after this process has fallen silent."""
-    engine.lease = 4.0
+    engine.heartbeat_timeout = 4.0
     return processes(engine)
 
 
@@ -416,7 +416,7 @@ def answer(run: Callable[[Any], Any], engine: Any) -> dict[str, Any]:
 def main() -> None:
     made = eval(sys.argv[1], {name: getattr(engines, name) for name in engines.__all__})
     machines = int(sys.argv[2])
-    made.lease = float(os.environ.get("SCENE_LEASE", made.lease))
+    made.heartbeat_timeout = float(os.environ.get("SCENE_HEARTBEAT", made.heartbeat_timeout))
     if limit := os.environ.get("SCENE_END_TIMEOUT"):
         launches.be_patient(pytest.MonkeyPatch(), "end of an allocation", float(limit))
     held: Cluster | None = None
@@ -441,14 +441,14 @@ class OnItsOwn:
 
     def __init__(self, engine: Any, machines: int) -> None:
         self._engine, self._machines = engine, machines
-        self.lease = engine.lease
+        self.heartbeat_timeout = engine.heartbeat_timeout
 
     def hold(self) -> Cluster:
         return self._engine.hold(self._machines, SIZE)
 
     def call(self, options: Any, *others: Any) -> Any:
         size = options.n_gpus or SIZE
-        self._engine.lease = self.lease
+        self._engine.heartbeat_timeout = self.heartbeat_timeout
         return self._engine.call(options.replaced({"machines": self._machines, "n_gpus": size}), *others)
 
 

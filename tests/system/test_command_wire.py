@@ -20,7 +20,7 @@ def work() -> float:
     return total.item()
 
 
-FORGED = "sent what does not bear its code: somebody on the network between the machines has changed or sent it"
+FORGED = "sent data with a wrong code: somebody on the network between the machines has changed or sent it"
 
 
 @pytest.mark.nightly("nothing*", "adds*")

@@ -190,7 +190,7 @@ def test_a_network_that_is_cut_in_the_middle_of_a_large_value(
     """Its host is named, and nothing stays on either side."""
     if why := why_no_namespaces():
         pytest.skip(why)
-    monkeypatch.setenv("SCENE_LEASE", "10")
+    monkeypatch.setenv("SCENE_HEARTBEAT", "10")
     network = Namespaces(3)
     receiver = 2 if way == "argument" else 0
     try:

@@ -185,7 +185,7 @@ def test_a_queue(rig: Rig) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("rig", ["slurm"], indirect=True)
 def test_a_job_that_begins_after_its_caller_fell_silent(rig: Rig) -> None:
-    """No member has brought the lease there; the job has it from its beginning."""
+    """No member has brought the timeout there; the job has it from its beginning."""
     rig.ask("hold")
     other = Rig(rig.engine, rig.environ)
     other.say("waiting")

@@ -37,7 +37,7 @@ from mlaunch.agreed_stop.wire import (
 from mlaunch.base import signals
 from mlaunch.caller.ranks.kept_call import KeptCall
 from mlaunch.engines.caller.launch.machines_stop import MachinesStop
-from mlaunch.engines.member.lease_term import SignalsHere
+from mlaunch.engines.member.machine_launch import SignalsHere
 from mlaunch.machines.gate.gate_stop import GateStop
 from mlaunch.machines.link import stop_words
 from mlaunch.protocol import this_rank
@@ -209,7 +209,7 @@ def test_signals_by_name() -> None:
 
 
 class Visited:
-    """What a MachinesStop asks of a Lookout."""
+    """What a MachinesStop asks of a MachinesInspection."""
 
     def __init__(self, *, stops: bool) -> None:
         signals = (signal.SIGUSR1,) if stops else ()

@@ -20,17 +20,15 @@ import pytest
 
 from mlaunch.base import linux
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout
-from mlaunch.engines.caller import slurm_allocation
+from mlaunch.engines.caller import slurm
 from mlaunch.engines.caller.launch.machine import Machine
 from mlaunch.engines.caller.launch.machines import Machines
-from mlaunch.engines.caller.placement import Ends
-from mlaunch.engines.caller.processes import Processes
+from mlaunch.engines.caller.placement import Ends, Processes
 from mlaunch.engines.caller.ray import Pump
-from mlaunch.engines.caller.slurm import Shell
-from mlaunch.engines.caller.slurm_allocation import Allocation, Existing, fate_of
-from mlaunch.engines.member import started_together, waker
+from mlaunch.engines.caller.slurm import Allocation, Existing, Shell, fate_of
+from mlaunch.engines.member import main, started_together
 from mlaunch.engines.member.machine_plan import MachinePlan
-from mlaunch.engines.wire import first_process
+from mlaunch.engines.wire.first_process import MARK as MARK_OF_FIRST
 from mlaunch.engines.wire.first_process import Lead, Where
 from mlaunch.engines.wire.frame_stream import FrameStream
 from mlaunch.engines.wire.member_messages import MARK, AskOffer, Listen, command_of
@@ -117,7 +115,7 @@ def test_an_allocation_that_is_not_given_back_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With the command that does it."""
-    monkeypatch.setattr("mlaunch.engines.caller.slurm_allocation._END_TIMEOUT", 0.0)
+    monkeypatch.setattr("mlaunch.engines.caller.slurm._END_TIMEOUT", 0.0)
     allocation = Allocation(FakeShell("echo 7", left="echo 7"), [], 1, None)
     while allocation.job != "7":
         with contextlib.suppress(LaunchError):
@@ -144,7 +142,7 @@ def test_an_allocation_whose_guard_was_killed_or_stopped_is_given_back(
 
 @pytest.mark.slow
 def test_a_guard_that_is_stopped_while_it_gives_back_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("mlaunch.engines.caller.slurm_allocation._END_TIMEOUT", 0.5)
+    monkeypatch.setattr("mlaunch.engines.caller.slurm._END_TIMEOUT", 0.5)
     there = f"[ -e {tmp_path}/stopped ] || {{ touch {tmp_path}/stopped; kill -STOP $$; }}"
     allocation = Allocation(FakeShell("echo 7", left=there), [], 1, None)
     allocation.release()
@@ -157,7 +155,7 @@ def test_a_job_in_which_no_member_is_ends(tmp_path: Path) -> None:
     """A controller that does not answer has not said so."""
     answers = "1) return 1 ;; 2) echo 7.batch; echo 7.0 ;; 3) echo 7.batch; echo 7.extern ;;"
     squeue = f"squeue() {{ echo >> {tmp_path}/asked; case $(wc -l < {tmp_path}/asked) in {answers} esac; }}"
-    script = f"sleep() {{ :; }}; {squeue}\n{slurm_allocation._LEASE % 10}"
+    script = f"sleep() {{ :; }}; {squeue}\n{slurm._STAY % 10}"
     assert subprocess.run(["sh", "-c", script], check=False, timeout=60).returncode == 0
     assert (tmp_path / "asked").read_text() == "\n" * 3
 
@@ -259,7 +257,7 @@ def test_a_process_that_a_program_leaves_stopped_goes_on(when: str) -> None:
 
 
 def test_a_program_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlaunch.engines.caller.processes._END_TIMEOUT", 0.0)
+    monkeypatch.setattr("mlaunch.engines.caller.placement._END_TIMEOUT", 0.0)
     processes = Processes()
     ends = processes.start(0, ["sh", "-c", "trap '' TERM; echo $$; while :; do :; done"])
     with open(ends.stdout) as out:
@@ -333,7 +331,7 @@ def test_the_process_that_carries_for_all_outlives_what_mpirun_passes_on() -> No
     carrier = subprocess.Popen(command, stdin=ours[0], stdout=theirs[1], env=environ, cwd=ROOT)
     os.close(ours[0]), os.close(theirs[1])
     with contextlib.closing(FrameStream(theirs[0], ours[1])) as stream:
-        where = Where.of_line(heard(stream, first_process.MARK))
+        where = Where.of_line(heard(stream, MARK_OF_FIRST))
         carrier.send_signal(signal.SIGUSR1)
         stream.send(Lead(where.name, {0: where}))
         found = b""
@@ -362,7 +360,7 @@ def test_a_stopped_member_goes_on_once_its_input_ends() -> None:
     if pid == 0:
         os.close(writer)
         os.setpgid(0, 0)
-        waker.watch(reader)
+        main.watch(reader)
         os.write(tells, b"watched")
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCONT})  # it notices each
         os.read(reader, 1)

@@ -20,16 +20,14 @@ import pytest
 
 from mlaunch.engines.caller.launch.machine import last_lines
 from mlaunch.engines.caller.launch.output_pipes import Backlog
-from mlaunch.engines.member.lease_term import Term
+from mlaunch.engines.member.heartbeat import CallersHeartbeat
 from mlaunch.engines.member.machine_launch import MachineLaunch
-from mlaunch.engines.wire.content import Content
-from mlaunch.engines.wire.frame_codes import ForgedError, FrameCodes, NoiseError
-from mlaunch.engines.wire.frame_stream import FrameStream
-from mlaunch.engines.wire.member_messages import Alive, Lease, MachineDone, Printed
-from mlaunch.engines.wire.mux import Mux
+from mlaunch.engines.wire.first_process import Mux
+from mlaunch.engines.wire.frame_stream import Content, ForgedError, FrameCodes, FrameStream, NoiseError
+from mlaunch.engines.wire.member_messages import Alive, FromAgent, Heartbeat, MachineDone, Printed
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.messages import Finished, Phase, RanksStarting, RankStarted
+from mlaunch.protocol.messages import Finished, Phase, Question, RanksStarting, RankStarted, Told
 
 
 @dataclass(frozen=True)
@@ -93,34 +91,34 @@ def test_a_frame_that_comes_byte_by_byte(secret: str) -> None:
         assert (record, content_of(content)) == (Word("slow"), b"content")
 
 
-def test_all_that_comes_extends_a_lease() -> None:
+def test_all_that_comes_counts_as_a_heartbeat() -> None:
     """Also a part of something large, and nothing that is only looked for."""
     with pair() as (one, other):
-        term = Term(other)
-        assert term.milliseconds() is None
-        assert not term.over
-        term.lease = Lease(1000.0, ())
+        heartbeat = CallersHeartbeat(other)
+        assert heartbeat.milliseconds() is None
+        assert not heartbeat.over
+        heartbeat.last = Heartbeat(1000.0, ())
         fd = memfd(bytes(1 << 22))
         one.send(Word("large"), fd)
         os.close(fd)
         for _ in range(2):  # the head, with what came beside it; then more of the content
             other.heard_at -= 2000.0
-            assert not term.over  # it was not read yet
-            assert term.milliseconds() == 0.0
+            assert not heartbeat.over  # it was not read yet
+            assert heartbeat.milliseconds() == 0.0
             assert other.receive() == []
-            assert term.left > 900.0
+            assert heartbeat.left > 900.0
             one.flush()
         while not (found := other.receive()):
             one.flush()
         os.close(found[0][1])
         other.heard_at -= 2000.0
         assert other.receive() == []
-        assert term.over
+        assert heartbeat.over
 
 
 def test_a_carrying_process_without_a_machine_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those here have ended, and of the other side, which is cut off, nothing comes."""
-    monkeypatch.setattr("mlaunch.engines.wire.mux._LAST_WORDS_TIMEOUT", 0.0)
+    monkeypatch.setattr("mlaunch.engines.wire.first_process._LAST_WORDS_TIMEOUT", 0.0)
     with pair() as (one, _):
         ours, theirs = socket.socketpair()
         theirs.close()
@@ -194,7 +192,7 @@ def test_content_that_has_half_come_is_closed_with_its_stream() -> None:
 
 @pytest.mark.parametrize("side", ["incoming", "outgoing"])
 def test_a_carrying_process_reads_no_more_than_can_be_passed_on(monkeypatch: pytest.MonkeyPatch, side: str) -> None:
-    monkeypatch.setattr("mlaunch.engines.wire.mux._FULL", 10)
+    monkeypatch.setattr("mlaunch.engines.wire.first_process._FULL", 10)
     with pair() as (one, other):
         ours, theirs = socket.socketpair()
         with ours, theirs:
@@ -221,22 +219,45 @@ def launch_of(stream: FrameStream, monkeypatch: pytest.MonkeyPatch) -> tuple[Mac
         context=SimpleNamespace(environ={}), callers_signals=(),
     )  # fmt: skip
     parts: Any = SimpleNamespace(spec=spec, last_words=lambda _spec: ())
-    return MachineLaunch(stream, parts, server, -1, Term(stream)), agent
+    return MachineLaunch(stream, parts, server, -1, CallersHeartbeat(stream)), agent
 
 
 def test_a_machine_whose_ranks_say_nothing_answers_each_sign_of_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it would be told of as one that does not answer, once its ranks compute for longer than a lease."""
+    """Else it would be told of as one that does not answer, once its ranks compute for longer than its timeout."""
     with pair() as (caller, stream):
         launch, agent = launch_of(stream, monkeypatch)
         with contextlib.closing(agent):
             for _ in range(3):
-                caller.send(Lease(1000.0, ()))
+                caller.send(Heartbeat(1000.0, ()))
                 caller.heard_at -= 2000.0
                 launch._step()
                 assert [type(record) for record, _ in caller.receive()] == [Alive]
                 assert caller.heard_at > time.monotonic() - 1000.0
             assert stream.heard_at > time.monotonic() - 1000.0
             launch._close()
+
+
+def test_an_agent_is_asked_what_it_does_once_it_has_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, it joins the other machines, and any word would be the end: nothing is known of it then."""
+    board, status = Board.create(1), memfd(b"{}")
+    with pair() as (caller, stream):
+        launch, agent = launch_of(stream, monkeypatch)
+        with contextlib.closing(agent):
+            caller.send(Question(1, b"status"))
+            launch._step()
+            assert caller.receive() == [(FromAgent(Told(1)), -1)]
+            agent.send(RanksStarting(0.0, "full", 0, 1), [board.fd])
+            launch._step()
+            caller.send(Question(2, b"why"))
+            launch._step()
+            assert agent.receive() == (Question(2, b"why"), [])
+            agent.send(Told(2), [status])
+            launch._step()
+            told = [(record, content_of(fd)) for record, fd in caller.receive() if fd >= 0]
+            assert told == [(FromAgent(Told(2)), b"{}")]
+            launch._close()
+    os.close(status)
+    board.close()
 
 
 def test_all_that_is_in_a_pipe_is_passed_on_after_the_agents_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +322,7 @@ def test_something_else_than_a_frame_is_an_error(*, frame_before: bool) -> None:
             data = pickle.dumps(Word("x"))
             os.write(one.outgoing, struct.pack("!IQ", len(data), 0) + data)
         os.write(one.outgoing, b"You have new mail" * 3)
-        with pytest.raises(NoiseError, match=r"wrote something else than mlaunch .* beginning b'You have"):
+        with pytest.raises(NoiseError, match=r"wrote something that is not from mlaunch .* beginning b'You have"):
             other.receive()
 
 
@@ -351,7 +372,7 @@ def test_a_record_that_somebody_else_has_changed_is_not_unpickled(forged: str) -
             os.close(content)
         Marks.seen = False
         for _ in range(2):  # for ever
-            with pytest.raises(ForgedError, match="sent what does not bear its code"):
+            with pytest.raises(ForgedError, match="sent data with a wrong code"):
                 other.receive()
         assert not Marks.seen
 

@@ -12,7 +12,7 @@ import pytest
 
 from mlaunch.base.fds import memory_file
 from mlaunch.engines.caller.launch import kept_launch
-from mlaunch.engines.caller.launch.kept_agents import KeptAgents
+from mlaunch.engines.caller.launch.kept_launch import KeptAgents
 from mlaunch.engines.caller.launch.timeouts import Patience
 from mlaunch.engines.wire.member_messages import FromAgent
 from mlaunch.protocol import payload
@@ -39,8 +39,8 @@ class Agents(KeptAgents):
     def __init__(self) -> None:
         self.sent: list[tuple[int, object]] = []
         machines = [self._machine(number) for number in range(2)]
-        lookout: Any = SimpleNamespace(end_request=lambda: None, launch=SimpleNamespace(sections={}))
-        super().__init__(machines, 4, lambda _: ("", ""), Patience(1.0, None), lookout)
+        inspection: Any = SimpleNamespace(end_request=lambda: None, launch=SimpleNamespace(sections={}))
+        super().__init__(machines, 4, lambda _: ("", ""), Patience(1.0, None), inspection)
         self.all = machines
 
     def _machine(self, number: int) -> Any:
@@ -93,7 +93,7 @@ def test_a_deadline_that_was_looked_at_before_it_passed_still_passes_once() -> N
 
 
 def test_a_machine_that_does_not_answer_is_told_of_once_until_it_does() -> None:
-    times = Patience(1.0, None, lease=0.0)
+    times = Patience(1.0, None, heartbeat_timeout=0.0)
     silent = [True, True]
 
     def is_silent(number: int) -> Callable[[float], bool]:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,19 +18,17 @@ from mlaunch.engines import Ends
 from mlaunch.engines.caller import engine_names
 from mlaunch.engines.caller.launch.agents_of_machines import MergedAgent
 from mlaunch.engines.caller.launch.machine import Machine
+from mlaunch.engines.caller.launch.machines_inspection import MachinesInspection
 from mlaunch.engines.caller.launch.timeouts import Patience
-from mlaunch.engines.caller.launch.visitors_of_machines import Lookout
-from mlaunch.engines.member.status_requests import Looks
 from mlaunch.engines.wire.frame_stream import FrameStream
-from mlaunch.engines.wire.member_messages import FromAgent, Look, MachineDone, Seen, ServerEnded
-from mlaunch.protocol import registry
-from mlaunch.protocol.messages import Cancel, RanksStarting
+from mlaunch.engines.wire.member_messages import FromAgent, MachineDone, ServerEnded
+from mlaunch.protocol.messages import Cancel
 from mlaunch.protocol.visitors import STATUS
 from tests.contract.test_engine_calls import LIMIT
 
 
 def test_a_machine_that_does_not_say_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlaunch.engines.caller.launch.visitors_of_machines._PATIENCE", 0.0)
+    monkeypatch.setattr("mlaunch.engines.caller.launch.machines_inspection._PATIENCE", 0.0)
     ours, theirs = socket.socketpair()
     machine = Machine(0, Ends(os.dup(ours.fileno()), ours.detach()))
     machine.host, machine.prepared = "m0", cast(Any, SimpleNamespace(local_world_size=1))
@@ -45,18 +42,18 @@ def test_a_machine_that_does_not_say_what_it_does(monkeypatch: pytest.MonkeyPatc
             context=SimpleNamespace(argv=[], source=""),
         ),
     )
-    lookout = Lookout(spec, [machine])
-    lookout.open()
-    with ThreadPoolExecutor(1) as pool, contextlib.closing(lookout), contextlib.closing(machine), theirs:
+    inspection = MachinesInspection(spec, [machine])
+    inspection.open()
+    with ThreadPoolExecutor(1) as pool, contextlib.closing(inspection), contextlib.closing(machine), theirs:
         answer = pool.submit(ask, STATUS, spec.launch_id)
         while not answer.done():
-            lookout.serve(linux.wait_readable(lookout.fds(), 0.1), [machine])
+            inspection.serve(linux.wait_readable(inspection.fds(), 0.1), [machine])
         (launch,) = answer.result()
     assert launch["ranks"][0]["state"] == "its machine has not said what it does"
     assert ask(STATUS, spec.launch_id) == []
 
 
-def two_machines() -> tuple[Lookout, list[Machine], list[FrameStream]]:
+def two_machines() -> tuple[MachinesInspection, list[Machine], list[FrameStream]]:
     """Two that have a rank each, with their members' ends."""
     context = SimpleNamespace(argv=[], source="")
     spec = cast(
@@ -68,16 +65,16 @@ def two_machines() -> tuple[Lookout, list[Machine], list[FrameStream]]:
     for machine in machines:
         machine.host, machine.prepared = f"m{machine.number}", cast(Any, SimpleNamespace(local_world_size=1))
         machine.rank_start = machine.number
-    return Lookout(spec, machines), machines, members
+    return MachinesInspection(spec, machines), machines, members
 
 
 def test_the_host_is_named_from_which_nothing_more_came() -> None:
     """Others say that a machine is lost, without its name, and it says nothing itself, not even by its end."""
-    lookout, machines, members = two_machines()
+    inspection, machines, members = two_machines()
     said = RankFailure(None, 0, "was lost: no heartbeat came for 2 s", subject="a machine")
     members[0].send(FromAgent(said))
     members[0].send(MachineDone())
-    merged = MergedAgent(machines, 2, lambda _: pytest.fail("m1 has not ended"), Patience(0.1, None), lookout)
+    merged = MergedAgent(machines, 2, lambda _: pytest.fail("m1 has not ended"), Patience(0.1, None), inspection)
     merged.start()
     linux.wait_readable([merged.channel.fileno()], LIMIT)
     told, _ = merged.channel.receive()
@@ -89,8 +86,8 @@ def test_the_host_is_named_from_which_nothing_more_came() -> None:
 
 def test_others_that_join_are_told_to_leave_when_a_machines_fork_server_has_ended() -> None:
     """They would wait for that machine until join_timeout."""
-    lookout, machines, members = two_machines()
-    merged = MergedAgent(machines, 2, lambda _: pytest.fail("none has ended"), Patience(LIMIT, None), lookout)
+    inspection, machines, members = two_machines()
+    merged = MergedAgent(machines, 2, lambda _: pytest.fail("none has ended"), Patience(LIMIT, None), inspection)
     merged.start()
     members[0].send(ServerEnded("was killed by SIGKILL"))
     linux.wait_readable([members[1].fileno()], LIMIT)
@@ -101,29 +98,6 @@ def test_others_that_join_are_told_to_leave_when_a_machines_fork_server_has_ende
     told, _ = merged.channel.receive()
     assert (told.host, told.subject, told.what) == ("m0", "the fork server", "was killed by SIGKILL")
     for one in (merged.channel, *members, *machines):
-        one.close()
-
-
-def test_an_agent_that_is_killed_before_it_answers(tmp_path: Path) -> None:
-    """A member goes on, and says that nothing is known; so it does of one whose visitors queue, as it is stopped."""
-    ours, theirs = socket.socketpair()
-    stream, caller = (
-        FrameStream(os.dup(ours.fileno()), ours.detach()),
-        FrameStream(os.dup(theirs.fileno()), theirs.detach()),
-    )
-    environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
-    looks = Looks(stream, environ)
-    looks.learn(RanksStarting(0.0, "killed", 0, 1))
-    with registry.listen(environ, "killed") as agent:
-        looks.ask(Look(1, STATUS))
-        visitor, _ = agent.accept()
-        visitor.close()  # with the question in it, so that its other end is reset
-        looks.serve(linux.wait_readable(looks.fds(), LIMIT))
-        queue = list(iter(lambda: registry.connect(environ, "killed"), None))
-        looks.ask(Look(2, STATUS))
-    linux.wait_readable([caller.fileno()], LIMIT)
-    assert caller.receive() == [(Seen(1), -1), (Seen(2), -1)]
-    for one in (looks, stream, caller, *queue):
         one.close()
 
 

@@ -25,8 +25,7 @@ from mlaunch.engines.caller.launch.engine_call import call_on_machines
 from mlaunch.engines.caller.launch.engine_launch import MachinesLaunch, StartedLaunch, Work, with_hosts
 from mlaunch.engines.caller.launch.kept_launch import open_on_machines
 from mlaunch.engines.caller.launch.machine import Machine
-from mlaunch.engines.caller.launch.machines import Machines, say
-from mlaunch.engines.caller.launch.placed_machines import PlacedMachines
+from mlaunch.engines.caller.launch.machines import Machines, PlacedMachines, say
 from mlaunch.engines.caller.machine_queue import MachineClaim, MachineQueue
 from mlaunch.protocol import calls
 from mlaunch.protocol.calls import Call
@@ -82,17 +81,17 @@ class Cluster:
     def call(
         self, options: Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Ended:
-        """Runs a function on these machines; see ``call_on_machines``."""
+        """Run a function on these machines; see ``call_on_machines``."""
         with self._taken(options):
             return call_on_machines(self._machines, options, function, args, kwargs)
 
     def open_session(self, options: Options, rules: StayRules) -> RanksLaunch:
-        """Starts ranks that stay on these machines."""
+        """Start ranks that stay on these machines."""
         with self._taken(options):
             return self.opened(self._machines, options, rules)
 
     def check_trial(self, machines: int | None) -> None:
-        """Raises what keeps a launch of several from having so many machines: ValueError."""
+        """Raise what keeps a launch of several from having so many machines: ValueError."""
         if machines is not None and machines > self._size:
             raise misuse(ValueError(f"machines={machines} on {self._size} held machines: allowed: 1 to {self._size}"))
 
@@ -131,7 +130,7 @@ class Cluster:
             return self._parts.setdefault(tuple(claim.machines), HeldPart(self, self._machines, claim.machines))
 
     def make_room(self, machines: Sequence[Machine]) -> None:
-        """Ends ranks on some of these machines that stay for as long as nobody else wants those."""
+        """End ranks on some of these machines that stay for as long as nobody else wants those."""
         with self._lock:
             self._sessions = [one for one in self._sessions if not one[1].over]
             found = [session for there, session in self._sessions if not set(there).isdisjoint(machines)]
@@ -153,7 +152,7 @@ class Cluster:
 
     @contextlib.contextmanager
     def _taken(self, options: Options) -> Iterator[None]:
-        """Gives the machines to one who may have them all."""
+        """Give the machines to one who may have them all."""
         self._check_process()
         if options.machines not in {None, self._size} and not self._queue.closed:
             raise misuse(ValueError(f"machines={options.machines} on {self._size} held machines: allowed: "
@@ -181,7 +180,7 @@ class Cluster:
         self._used_at = time.monotonic()
 
     def close(self) -> None:
-        """Gives the machines back, once calls that run are over, and ends ranks there. May be called again.
+        """Give the machines back, once calls that run are over, and end ranks there. May be called again.
 
         Does nothing in a fork of the process that holds them.
         """
@@ -214,7 +213,7 @@ class Cluster:
         self._leave()
 
     def _left(self) -> float:
-        """Returns the seconds until nobody has used them for too long."""
+        """Return the seconds until nobody has used them for too long."""
         return self._used_at + (self._idle_timeout or 0.0) - time.monotonic()
 
     def _start_timer(self, *, again: bool = False) -> None:
@@ -239,7 +238,7 @@ class HeldPart(PlacedMachines):
     """Machines of one launch at a time, which has claimed them. For ``engine=`` and ``keep=`` an engine of its own."""
 
     def __init__(self, holder: Cluster, whole: Machines, machines: Sequence[Machine]) -> None:
-        super().__init__(whole.n_gpus, whole.lease)
+        super().__init__(whole.n_gpus, whole.heartbeat_timeout)
         self._holder = holder
         self.placement = whole.placement
         self.machines = list(machines)
@@ -312,5 +311,5 @@ def _elsewhere(work: Callable[[], T], course: RunCourse) -> Generator[Need, None
 
 
 def _end(session: RanksLaunch) -> None:
-    """Ends ranks that stay, after their calls. They are not lost: whoever calls them hears what has become of this."""
+    """End ranks that stay, after their calls. They are not lost: a call on them says what has become of them."""
     session.close(wait=True, evicted=True)

@@ -12,14 +12,11 @@ from typing import TYPE_CHECKING
 
 from mlaunch.base import linux
 from mlaunch.base.exceptions import LaunchError
-from mlaunch.engines.caller.engine import Engine
-from mlaunch.engines.caller.engine_arguments import Words
+from mlaunch.engines.caller.engine import Engine, Words
 from mlaunch.engines.caller.launch.machine import shown
-from mlaunch.engines.caller.placement import Ends, Placement
-from mlaunch.engines.caller.processes import Processes
-from mlaunch.engines.wire.first_process import MARK, Lead, Where
+from mlaunch.engines.caller.placement import Ends, Placement, Processes
+from mlaunch.engines.wire.first_process import MARK, Lead, Mux, Where
 from mlaunch.engines.wire.frame_stream import FrameStream
-from mlaunch.engines.wire.mux import Mux
 
 if TYPE_CHECKING:
     from mlaunch.engines.wire.member_streams import CarriedStream
@@ -30,7 +27,7 @@ _KEPT = 4096  # bytes of what it wrote to standard error
 
 
 class Command(Engine):
-    """Runs ``mpirun``, ``flux run``, ``pbsdsh`` or the like, which must start one process on each machine.
+    """The machines of ``mpirun``, ``flux run``, ``pbsdsh`` or the like, which must start one process on each.
 
     The machines must reach each other by TCP, at ports that the system chooses.
 
@@ -95,7 +92,7 @@ class _Started(Placement):
         return ""
 
     def _lead(self) -> None:
-        """Makes the first copy carry for all."""
+        """Make the first copy carry for all."""
         if self._wanted is not None and len(self._found) > self._wanted:
             raise LaunchError(f"{self._name} has started {len(self._found)} processes, but machines={self._wanted}")
         self._ordered = ordered = sorted(self._found, key=lambda where: where.number)
@@ -128,7 +125,7 @@ class _Started(Placement):
             self._words = (self._words + data)[-_KEPT:]
 
     def _why_not(self) -> str:
-        """Says why it has not started the processes."""
+        """Return why it has not started the processes, in words."""
         self._hear_stderr()
         fate = self._processes.fate(0, self._name) or f"{self._name} closed its output"
         lines = [shown(line) for line in self._words.splitlines() if line.strip()]

@@ -16,9 +16,9 @@ ALLOWED = "slurm[:NAME=VALUE,...], ssh:HOST[:RANKS],..., ray[:CPU=N,GPU=N,...], 
 
 
 def engine_named(text: str) -> Engine:
-    """Makes the engine: "slurm:partition=gpu,time=1:00:00", "ssh:a,b:4", "ray:GPU=4", "command:mpirun -N 1".
+    """Make the engine: "slurm:partition=gpu,time=1:00:00", "ssh:a,b:4", "ray:GPU=4", "command:mpirun -N 1".
 
-    A comma that is part of a value stands in quotes or brackets: "slurm:nodelist='n1,n2'".
+    Put a value that has a comma into quotes or brackets: "slurm:nodelist='n1,n2'".
 
     Raises:
         ValueError: There is no such engine, or it has no such option.
@@ -40,7 +40,7 @@ def engine_named(text: str) -> Engine:
 
 
 def _parts(text: str) -> list[str]:
-    """Splits at commas, those in quotes or brackets left out: "nodelist='n1,n2'", "nodelist=n[1,3]"."""
+    """Split at commas, those in quotes or brackets left out: "nodelist='n1,n2'", "nodelist=n[1,3]"."""
     return [re.sub("['\"]", "", part) for part in _PART.findall(text)]
 
 

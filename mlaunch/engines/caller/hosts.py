@@ -6,10 +6,8 @@ import shlex
 from collections.abc import Sequence
 
 from mlaunch.base.exceptions import LaunchError
-from mlaunch.engines.caller.engine import Engine
-from mlaunch.engines.caller.engine_arguments import OPTIONAL_NAME, Words
-from mlaunch.engines.caller.placement import Ends, Placement
-from mlaunch.engines.caller.processes import Processes
+from mlaunch.engines.caller.engine import OPTIONAL_NAME, Engine, Words
+from mlaunch.engines.caller.placement import Ends, Placement, Processes
 
 # Nobody is there to type a password, and a host that does not answer should not take minutes. Keys are checked.
 _SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=30", "-o", "ServerAliveInterval=5", "-o",
@@ -20,7 +18,7 @@ _MOST_RANKS = 1023  # of a machine; from 1024 on a number after a colon is someb
 
 
 class Hosts(Engine):
-    """Uses the ``ssh`` program, with the user's configuration: aliases, keys, agent, jump hosts.
+    """Hosts that the ``ssh`` program reaches, with the user's configuration: aliases, keys, agent, jump hosts.
 
     Args:
         hosts: Their names, as ``ssh`` takes them; "b:4" for four ranks on b, whatever ``n_gpus`` says, "[::1]:4" for
@@ -50,7 +48,7 @@ class Hosts(Engine):
         self._ssh = list(ssh)
 
     def place(self, machines: int | None, command: Sequence[str]) -> Placement:
-        """Takes the first hosts, as many as are wanted."""
+        """Take the first hosts, as many as are wanted."""
         if machines is not None and machines > len(self._hosts):
             raise ValueError(f"machines={machines} with {len(self._hosts)} hosts: allowed: 1 to {len(self._hosts)}")
         wanted = self._hosts[:machines]
@@ -65,7 +63,7 @@ class Hosts(Engine):
 
 
 def check_name(host: str) -> None:
-    """Raises ValueError for a name of which ``ssh`` would make an option: some of those run commands here."""
+    """Raise ValueError for a name of which ``ssh`` would make an option: some of those run commands here."""
     if host.startswith("-"):
         raise ValueError(f"host {host!r}: allowed: a name as ssh takes it, which does not begin with '-'")
 

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from mlaunch.base import linux
+from mlaunch.base.exceptions import describe_exit
+
+_FATE_TIMEOUT = 1.0  # seconds for a program whose streams have ended
+_END_TIMEOUT = 3.0  # seconds for all whose standard input has ended, and for those that were asked to end
 
 
 @dataclass(frozen=True)
@@ -36,7 +46,7 @@ class Placement(ABC):
 
     @abstractmethod
     def state(self) -> str:
-        """Says in the engine's words what the machines wait for; "" once they are there.
+        """Return in the engine's words what the machines wait for; "" once they are there.
 
         Raises:
             LaunchError: They will not come.
@@ -44,14 +54,14 @@ class Placement(ABC):
 
     @abstractmethod
     def start(self, machine: int) -> Ends:
-        """Starts the command on a machine, by number from 0. Called once for each, when ``state()`` is ""."""
+        """Start the command on a machine, by number from 0. Called once for each, when ``state()`` is ""."""
 
     @abstractmethod
     def fate(self, machine: int) -> str:
-        """Says what the engine knows of why a machine was lost: "NODE_FAIL on n2", "exited with code 255"; or ""."""
+        """Return what the engine knows of why a machine was lost: "NODE_FAIL on n2", "exited with code 255"; or ""."""
 
     def preempted(self) -> bool:
-        """Tells whether the scheduler has taken the machines for somebody else, or is about to, and would give others.
+        """True if the scheduler has taken the machines for somebody else, or is about to, and would give others.
 
         Not so if their time is over. An engine that does not know says False.
         """
@@ -59,4 +69,81 @@ class Placement(ABC):
 
     @abstractmethod
     def cancel(self) -> None:
-        """Ends all processes and gives the machines back. Called in every case, and again if it was interrupted."""
+        """End all processes and give the machines back. Called in every case, and again if it was interrupted."""
+
+
+class Processes:
+    """The programs on this machine through which an engine reaches others (``ssh``, ``srun``), by number."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, machine: int, command: Sequence[str], environ: Mapping[str, str] | None = None) -> Ends:
+        """Start one; return our ends of its streams. OSError as ``subprocess.Popen`` raises it."""
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environ,
+            start_new_session=True,  # a terminal's Ctrl-C is this process's to answer
+        )
+        self._running[machine] = process
+        ours = [stream for stream in (process.stdin, process.stdout, process.stderr) if stream is not None]
+        # Duplicates that Popen knows nothing of: it would close them when it is collected.
+        ends = [os.dup(stream.fileno()) for stream in ours]
+        for stream in ours:
+            stream.close()
+        process.stdin = process.stdout = process.stderr = None
+        return Ends(*ends)
+
+    def stopped(self, machine: int) -> int:
+        """Return the pid of one that somebody has stopped (SIGSTOP, a debugger); 0: it runs, or there is none."""
+        process = self._running.get(machine)
+        return process.pid if process is not None and linux.is_stopped(process.pid) else 0
+
+    def fate(self, machine: int, name: str) -> str:
+        """Return how it has ended, or that somebody has stopped it; "" if it lives."""
+        process = self._running.get(machine)
+        if process is None:
+            return ""
+        if pid := self.stopped(machine):
+            return f"{name} (pid {pid}) is stopped; kill -CONT {pid} continues it"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return f"{name} {describe_exit(process.wait(_FATE_TIMEOUT), of_python=False)}"
+        return ""
+
+    def end(self) -> None:
+        """End all. Their standard input is closed by now, at which they end by themselves.
+
+        What somebody has stopped is continued first, with its helpers, which would stay.
+        """
+        # Time to clean up first: they end with their standard input, as their caller's streams are closed by now.
+        self._wait()
+        for end in (subprocess.Popen.terminate, subprocess.Popen.kill):
+            for process in self._running.values():
+                if process.poll() is None:
+                    end(process)
+            self._wait()
+
+    def _wait(self) -> None:
+        until = time.monotonic() + _END_TIMEOUT
+        for process in self._running.values():
+            # A stopped srun keeps its helper, which has the job's step.
+            linux.continue_group_of(process.pid)
+        for process in self._running.values():
+            if process.returncode is None and _has_ended(process.pid, max(0.0, until - time.monotonic())):
+                linux.continue_group_of(process.pid)  # as long as its number is certainly its own
+                process.wait()
+
+
+def _has_ended(pid: int, timeout: float) -> bool:
+    """Wait for the end of a child, without reaping it; True once that has come."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:  # others have reaped it
+        return True
+    try:
+        return bool(linux.wait_readable([pidfd], timeout))
+    finally:
+        os.close(pidfd)

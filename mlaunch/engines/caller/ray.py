@@ -13,9 +13,8 @@ from typing import Any
 from mlaunch.base import linux
 from mlaunch.base.exceptions import LaunchError
 from mlaunch.caller.options.option_values import Name
-from mlaunch.engines.caller.engine import Engine
-from mlaunch.engines.caller.engine_arguments import Amounts
-from mlaunch.engines.caller.lease import PARTS
+from mlaunch.engines.caller.engine import Amounts, Engine
+from mlaunch.engines.caller.launch.timeouts import BEATS
 from mlaunch.engines.caller.placement import Ends, Placement
 
 _READ = 1 << 18  # bytes in a call of an actor
@@ -23,7 +22,7 @@ _WORDS = 300  # characters of what Ray says of an error
 
 
 class Ray(Engine):
-    """Takes a bundle on each of several nodes, and runs an actor in each that executes the member.
+    """A bundle on each of several nodes of a Ray cluster, with an actor in each that executes the member.
 
     The caller belongs inside the cluster: on its head, or on a node. Needs the extra ``ray``.
 
@@ -56,7 +55,7 @@ class Ray(Engine):
                     f"no Ray cluster answers at address={self._address!r} ({error}); this process belongs inside the "
                     f"cluster: start one with `ray start --head`, or give its address="
                 ) from error
-        return _InBundles(self._resources, machines or 1, command, self.lease)
+        return _InBundles(self._resources, machines or 1, command, self.heartbeat_timeout)
 
     def __repr__(self) -> str:
         return f"Ray({self._resources})"
@@ -65,32 +64,32 @@ class Ray(Engine):
 class Pump:
     """The actor: it executes a member, and passes on its bytes. Its methods run in threads of their own.
 
-    ``lease``: seconds without a sign of its caller after which the member ends, until something comes for that, which
-    counts the seconds itself then; None: it stays.
+    ``heartbeat_timeout``: seconds without a sign of its caller after which the member ends. Once something has come for
+    the member, that counts them itself. None: it stays.
     """
 
-    def __init__(self, command: Sequence[str], lease: float | None = None) -> None:
+    def __init__(self, command: Sequence[str], heartbeat_timeout: float | None = None) -> None:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
         )
-        self._lease = lease
+        self._heartbeat_timeout = heartbeat_timeout
         self._sign, self._begun = threading.Event(), False
-        if lease is not None:
+        if heartbeat_timeout is not None:
             threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
         while not self._begun:
-            if not self._sign.wait(self._lease):
+            if not self._sign.wait(self._heartbeat_timeout):
                 self._process.kill()
                 return
             self._sign.clear()
 
     def renew(self) -> None:
-        """Hears that its caller lives."""
+        """Note that its caller lives."""
         self._sign.set()
 
     def write(self, data: bytes) -> None:
-        """Passes on what the caller writes; b"": no more."""
+        """Pass on what the caller writes; b"": no more."""
         self._begun = True
         self._sign.set()
         stream = self._process.stdin
@@ -104,25 +103,25 @@ class Pump:
             stream.close()
 
     def read(self, stream: str) -> bytes:
-        """Returns what the member has written next to its "stdout" or "stderr"; b"" at the end."""
+        """Return what the member has written next to its "stdout" or "stderr"; b"" at the end."""
         data: bytes = os.read(getattr(self._process, stream).fileno(), _READ)
         return data
 
     def exitcode(self) -> int:
-        """Waits for its end."""
+        """Wait for its end."""
         return self._process.wait()
 
 
 class _InBundles(Placement):
     def __init__(
-        self, resources: Mapping[str, float], machines: int, command: Sequence[str], lease: float | None
+        self, resources: Mapping[str, float], machines: int, command: Sequence[str], heartbeat_timeout: float | None
     ) -> None:
         from ray.util.placement_group import placement_group
 
         self.sizes: Sequence[int | None] = [None] * machines
         self._resources = dict(resources)
         self._command = list(command)
-        self._lease = lease
+        self._heartbeat_timeout = heartbeat_timeout
         # One bundle for each node: two members on one would take each other's devices.
         self._group = placement_group([dict(resources)] * machines, strategy="STRICT_SPREAD")
         self._ready = self._group.ready()
@@ -152,12 +151,12 @@ class _InBundles(Placement):
                 # One call each of write, read of both streams, and renew may wait inside at the same time.
                 max_concurrency=4,
             )
-            .remote(self._command, self._lease)
+            .remote(self._command, self._heartbeat_timeout)
         )
         return self._ends(machine, actor)
 
     def _ends(self, machine: int, actor: Any) -> Ends:
-        """Joins the actor's calls to sockets of this process."""
+        """Join the actor's calls to sockets of this process."""
         pairs = [socket.socketpair() for _ in range(3)]
         ours, theirs = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         threads = [
@@ -173,8 +172,9 @@ class _InBundles(Placement):
         import ray
 
         with end, contextlib.suppress(Exception):  # the actor is gone, which reading tells
-            while self._lease is not None and not linux.wait_readable([end.fileno()], self._lease / PARTS):
-                # Until the member's own lease counts: an actor is not told that its owner is cut off.
+            timeout = self._heartbeat_timeout
+            while timeout is not None and not linux.wait_readable([end.fileno()], timeout / BEATS):
+                # Until the member itself counts the seconds: an actor is not told that its owner is cut off.
                 ray.get(actor.renew.remote())
             while True:
                 data = end.recv(_READ)
@@ -189,7 +189,7 @@ class _InBundles(Placement):
             try:
                 while data := ray.get(actor.read.remote(stream)):
                     end.sendall(data)
-            except OSError:  # nobody hears it any more
+            except OSError:  # nobody reads it any more
                 pass
             except Exception as error:  # of Ray's: its actor or its node is gone
                 words = " ".join(str(error).split())

@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import os
 import select
+import signal
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from mlaunch.agreed_stop.wire import NAME, AskToStop
+from mlaunch.base import signals
 from mlaunch.base.fds import KeptFd, close_all, ready
 from mlaunch.caller.launch.watchdog import Killed, Limits, remove_names
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.core.load import MachineParts
-from mlaunch.engines.member.lease_term import SignalsHere, Term
-from mlaunch.engines.member.status_requests import BoardNews, Looks
-from mlaunch.engines.wire.frame_codes import NoiseError
+from mlaunch.engines.member.heartbeat import CallersHeartbeat
+from mlaunch.engines.wire.frame_stream import NoiseError
 from mlaunch.engines.wire.member_messages import (
     Alive,
     FromAgent,
-    Lease,
-    Look,
+    Heartbeat,
     MachineDone,
     Printed,
+    Reports,
+    Rows,
     ServerEnded,
 )
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.messages import (
-    AgentSays,
     AgentStarted,
     CallOver,
     Cancel,
@@ -39,6 +42,7 @@ from mlaunch.protocol.messages import (
     MeetAgain,
     NextCall,
     PartSays,
+    Question,
     RankAnswered,
     RankGone,
     RanksBack,
@@ -46,29 +50,34 @@ from mlaunch.protocol.messages import (
     RanksStarting,
     RankStarted,
     Reaped,
+    Told,
 )
 from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.server_messages import BoardFds
 
 if TYPE_CHECKING:
     from mlaunch.engines.wire.member_streams import MembersStream
+    from mlaunch.protocol.messages import AgentSays
+
 
 _READ, _PIPE = 32768, 65536  # bytes of what a rank prints: read at once, and in a pipe at most
 _FULL = 1 << 20  # bytes that wait to be sent, above which ranks that print must wait
 _LOOK_DELAY = 0.2  # seconds between looks at the board
-_WITH_CONTENT = (RankAnswered, RankGone, RanksBack, RanksStand)
+_WITH_CONTENT = (RankAnswered, RankGone, RanksBack, RanksStand, Told)
 _CallRecord = NextCall | EndCall | MeetAgain | EndRanks | ForPart
 
 
 class MachineLaunch:
-    """Starts a launch here. ``call``: the memfd of the call, which stays the creator's; -1: ranks run a command."""
+    """One launch here, which starts with it. ``call``: the creator's memfd of the call; -1: ranks run a command."""
 
-    def __init__(self, stream: MembersStream, parts: MachineParts, server: ForkServer, call: int, term: Term) -> None:
+    def __init__(
+        self, stream: MembersStream, parts: MachineParts, server: ForkServer, call: int, heartbeat: CallersHeartbeat
+    ) -> None:
         self._stream = stream
         self._parts = parts
         spec = self._spec = self._agreed = parts.spec  # by all machines
         self._server = server
-        self._term = term
+        self._heartbeat = heartbeat
         self._limits = Limits(spec.grace_period, spec.seconds, server.kill)
         self._pipes: dict[int, tuple[int, int]] = {}  # by descriptor: rank, stream
         self._board: Board | None = None
@@ -77,12 +86,11 @@ class MachineLaunch:
         self._look_at = time.monotonic()
         self._alone = False  # the caller is gone
         self._pressed = False  # the fork server was killed here, since nobody behind it answered
-        self._looks = Looks(stream, spec.context.environ)
         self._signals = SignalsHere(spec.callers_signals)
         self._agent = server.launch(spec, Payload(memfd=call) if call >= 0 else None)
 
     def run(self) -> None:
-        """Runs it to its end, or the caller's."""
+        """Run it to its end, or the caller's."""
         try:
             self._hear_caller()  # what came with the order to start
             while self._step():
@@ -96,18 +104,17 @@ class MachineLaunch:
             self._close()
 
     def _step(self) -> bool:
-        """Waits for what comes next, and passes it on; False after the agent's last word."""
+        """Wait for what comes next, and pass it on; False after the agent's last word."""
         ready = self._wait()
         if self._stream.outgoing in ready:
             self._stream.flush()
         if self._stream.incoming in ready:
             self._hear_caller()
-        elif self._term.over and not self._alone:
+        elif self._heartbeat.over and not self._alone:
             self._lose_caller()
-            self._term.tell()
+            self._heartbeat.tell()
         for fd in ready & self._pipes.keys():
             self._carry(fd)
-        self._looks.serve(ready)
         if time.monotonic() >= self._look_at:
             self._tell_rows()
         if reason := self._signals.take():
@@ -121,14 +128,14 @@ class MachineLaunch:
     def _wait(self) -> set[int]:
         poll = select.poll()
         poll.register(self._agent.fileno(), select.POLLIN)
-        for fd in [*self._looks.fds(), *([] if self._alone else [self._stream.incoming])]:
-            poll.register(fd, select.POLLIN)
+        if not self._alone:
+            poll.register(self._stream.incoming, select.POLLIN)
         if self._stream.unsent:
             poll.register(self._stream.outgoing, select.POLLOUT)
         if self._alone or self._stream.unsent < _FULL:
             for fd in self._pipes:
                 poll.register(fd, select.POLLIN)
-        due = [self._look_at - time.monotonic(), *([] if self._alone else [self._term.left])]
+        due = [self._look_at - time.monotonic(), *([] if self._alone else [self._heartbeat.left])]
         due += [left] if (left := self._limits.timeout()) is not None else []
         return {fd for fd, _ in poll.poll(1000 * max(0.0, min(due)))}
 
@@ -137,11 +144,11 @@ class MachineLaunch:
             for record, content in self._stream.receive():
                 if isinstance(record, Cancel):
                     self._cancel(record)
-                elif isinstance(record, Lease):
-                    self._term.lease = record
+                elif isinstance(record, Heartbeat):
+                    self._heartbeat.last = record
                     self._stream.send(Alive())
-                elif isinstance(record, Look):
-                    self._looks.ask(record)
+                elif isinstance(record, Question):
+                    self._ask_agent(record)
                 elif isinstance(record, _CallRecord):
                     self._call(record, content)
         except (EOFError, NoiseError):
@@ -157,7 +164,7 @@ class MachineLaunch:
         self._agent.try_send(record)
 
     def _call(self, record: _CallRecord, content: int) -> None:
-        """Passes on what concerns the ranks. It waits for them: to an agent that joins it were the end."""
+        """Pass on what concerns the ranks. It waits for them: to an agent that joins it were the end."""
         if self._board is None and not isinstance(record, EndRanks):
             self._early.append((record, content))
             return
@@ -166,6 +173,13 @@ class MachineLaunch:
         self._agent.try_send(record, [content] if content >= 0 else [])
         if content >= 0:
             os.close(content)
+
+    def _ask_agent(self, question: Question) -> None:
+        """Pass a question on, unless the agent still joins the other machines: it would take any word for the end."""
+        if self._board is None:
+            self._stream.send(FromAgent(Told(question.number)))
+        else:
+            self._agent.try_send(question)
 
     def _hear_agent(self) -> bool:
         record, fds = self._agent.hear()
@@ -186,13 +200,12 @@ class MachineLaunch:
         return not isinstance(record, Finished | Reaped)
 
     def _take(self, record: AgentSays, fds: Sequence[int]) -> None:
-        """Takes the descriptors, which are this machine's business."""
+        """Take the descriptors, which are this machine's business."""
         if isinstance(record, AgentStarted):
             self._limits.agent = KeptFd(fds[0])
         elif isinstance(record, RanksStarting):
             self._board = Board(BoardFds.of(fds).board)
             self._agreed = replace(self._spec, launch_id=record.launch_id, rank_start=record.rank_start)
-            self._looks.learn(record)
             for early in self._early:
                 self._call(*early)
             self._early.clear()
@@ -207,7 +220,7 @@ class MachineLaunch:
             close_all(fds)
 
     def _carry(self, fd: int) -> bool:
-        """Passes on what a rank has printed; False if nothing was there."""
+        """Pass on what a rank has printed; False if nothing was there."""
         rank, stream = self._pipes[fd]
         try:
             data = os.read(fd, _READ)
@@ -220,7 +233,7 @@ class MachineLaunch:
         return True
 
     def _end_call(self, record: CallOver, fds: Sequence[int]) -> None:
-        """Tells that ranks that stay are back, after what they have done, printed and returned."""
+        """Report that ranks that stay are back, after what they have done, printed and returned."""
         self._tell_rows()
         # As much as a pipe can hold: what ranks printed in this call, not what they print from then on.
         for _ in range(_PIPE // _READ):
@@ -237,24 +250,61 @@ class MachineLaunch:
             self._stream.send(record)
 
     def _end_output(self) -> None:
-        """Passes on what ranks left in their pipes; somebody who outlived them may still hold the other end."""
+        """Pass on what ranks left in their pipes; somebody who outlived them may still hold the other end."""
         while any([self._carry(fd) for fd in list(self._pipes)]):
             pass
 
     def _send_last_words(self) -> None:
-        """Brings the caller what features have for it, no faster than the stream takes it."""
+        """Bring the caller what features have for it, no faster than the stream takes it."""
         for feature, news in self._parts.last_words(self._agreed):
             self._stream.send(PartSays(feature, news))
-            while self._stream.unsent > _FULL and not (self._alone or self._term.over):
-                ready([self._stream.incoming], [self._stream.outgoing], self._term.milliseconds())
+            while self._stream.unsent > _FULL and not (self._alone or self._heartbeat.over):
+                ready([self._stream.incoming], [self._stream.outgoing], self._heartbeat.milliseconds())
                 self._stream.flush()
                 self._hear_caller()
 
     def _close(self) -> None:
         close_all(self._pipes)
         close_all(content for _, content in self._early if content >= 0)
-        self._looks.close()
         self._agent.close()
         self._limits.close()
         if self._board is not None:
             self._board.close()
+
+
+class BoardNews:
+    """What of a board has not been told yet. ``size``: how many ranks are here."""
+
+    def __init__(self, size: int) -> None:
+        self._rows: tuple[bytes, ...] = ()
+        self._reported = [0] * size  # by each rank, and told
+
+    def of(self, board: Board) -> Iterator[Rows | Reports]:
+        """Yield what is new since the last time."""
+        rows = tuple(map(board.row, range(len(self._reported))))
+        # A row has 320 bytes; of 64 ranks that have nothing new, five times a second, nothing need travel.
+        if rows != self._rows:
+            self._rows = rows
+            yield Rows(rows)
+        found = [board.ring(rank).read(seen) for rank, seen in enumerate(self._reported)]
+        self._reported = [count for _, count in found]
+        # Ranks report seldom, and a record says nothing of a machine whose ranks have not.
+        if any(new for new, _ in found):
+            yield Reports(tuple(tuple(new) for new, _ in found))
+
+
+class SignalsHere:
+    """Signals by which a scheduler asks to stop, heard for the caller. A member that is a thread leaves them alone."""
+
+    def __init__(self, numbers: Collection[int]) -> None:
+        self._reason = ""
+        for number in numbers if threading.current_thread() is threading.main_thread() else ():
+            signal.signal(number, self._take)
+
+    def _take(self, number: int, _frame: FrameType | None) -> None:
+        self._reason = signals.name_of(number)
+
+    def take(self) -> str:
+        """Return the name of one that has come, once; "": none has."""
+        reason, self._reason = self._reason, ""
+        return reason

@@ -1,14 +1,18 @@
-"""What one machine of a launch is asked for, and can give."""
+"""What one machine of a launch can give, and at which address the others reach it."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import os
 import random
+import select
 import socket
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, place, plan
 from mlaunch.caller.options.launch_options import Options
@@ -19,6 +23,7 @@ from mlaunch.rendezvous.address import addresses, identity, is_taken
 
 _STREAMS = (1, 2)
 _PORTS = range(15000, 25000)
+_PATIENCE = 5.0  # seconds for an address to answer
 
 
 class MachinePlan:
@@ -36,7 +41,7 @@ class MachinePlan:
         self._placed = place(self._options, self._machine, self._environ)
 
     def prepared(self) -> Offer:
-        """Says what it can give."""
+        """Return what it can give."""
         return Offer(
             self._order.number,
             self._placed.local_world_size,
@@ -50,7 +55,7 @@ class MachinePlan:
         )
 
     def spec(self, order: Start) -> LaunchSpec:
-        """Returns the launch on this machine."""
+        """Return the launch on this machine."""
         alone = order.world_size == self._placed.local_world_size
         own = {
             "n_gpus": self._placed.local_world_size,
@@ -77,16 +82,65 @@ class MachinePlan:
 
 
 def _of_target(spec: LaunchSpec, target: Target, order: Start) -> LaunchSpec:
-    """Returns the launch of what a feature runs, which binds its devices itself."""
+    """Return the launch of what a feature runs, which binds its devices itself."""
     own = dataclasses.replace(target, run_id=target.run_id or spec.launch_id, temporary=tempfile.gettempdir())
     nodes = Nodes(order.node_rank, order.num_nodes)
     return dataclasses.replace(spec, devices=dataclasses.replace(spec.devices, type=""), target=own, nodes=nodes)
 
 
 def _free_port() -> int:
-    """Returns a port at which nobody listens, of those that the system gives to no client."""
+    """Return a port at which nobody listens, of those that the system gives to no client."""
     # Drawn: two launches that ask at the same time would both find the first one free.
     for port in random.SystemRandom().sample(_PORTS, 100):
         if not is_taken(port):
             return port
     raise OSError(f"no port from {_PORTS[0]} to {_PORTS[-1]} is free here; give port=")
+
+
+def listen_for_others(port: int | None) -> socket.socket | None:
+    """Return what listens on all addresses; None if the port is taken. The kernel answers who comes."""
+    try:
+        return None if port is None else socket.create_server(("", port))
+    except OSError:
+        return None
+
+
+def failures_at(addresses: Sequence[str], port: int) -> tuple[str, ...]:
+    """Try all at once; return for each why nobody answers there, "" if somebody does."""
+    ends = [socket.socket() for _ in addresses]
+    try:
+        numbers = [_begin(end, address, port) for end, address in zip(ends, addresses, strict=True)]
+        _wait([end for end, number in zip(ends, numbers, strict=True) if number == errno.EINPROGRESS])
+        return tuple(_failure_of(end, number) for end, number in zip(ends, numbers, strict=True))
+    except OSError as error:  # a name that does not resolve
+        return (f"{error.strerror or error}",) * len(ends)
+    finally:
+        for end in ends:
+            end.close()
+
+
+def _begin(end: socket.socket, address: str, port: int) -> int:
+    # All at once: an address of another network may be silent, for minutes.
+    end.setblocking(False)
+    return end.connect_ex((address, port))
+
+
+def _wait(ends: Sequence[socket.socket]) -> None:
+    """Wait until all have an answer, or for a while."""
+    waiting, until = {end.fileno() for end in ends}, time.monotonic() + _PATIENCE
+    while waiting and (left := until - time.monotonic()) > 0:
+        poll = select.poll()
+        for fd in waiting:
+            poll.register(fd, select.POLLOUT)
+        waiting -= {fd for fd, _ in poll.poll(1000 * left)}
+
+
+def _failure_of(end: socket.socket, number: int) -> str:
+    if number == errno.EINPROGRESS:
+        number = end.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if number == 0:
+        with contextlib.suppress(OSError):
+            end.getpeername()
+            return ""
+        number = errno.ETIMEDOUT
+    return os.strerror(number)

@@ -1,12 +1,65 @@
 """``python -m mlaunch.engines.member.main``: what an engine starts on each machine; ``member.py`` is what it does.
 
-What a member imports takes a second, in which somebody may stop it, too. So who continues it comes first.
+What a member imports takes a second, in which somebody may stop it, too. A stopped member reads nothing, and would stay
+when its caller is gone. Slurm and ``mpirun`` end what they have started; behind ``ssh`` nobody is left on the machine
+who would. So before anything else, a member forks a process that waits for the end of its standard input, and continues
+it then.
 """
 
-from mlaunch.engines.member import waker
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import warnings
+from typing import NoReturn
+
+from mlaunch.base import linux
+from mlaunch.base.process_name import name_process
+
+_DELAY = 1.0  # seconds between two times that it is continued: who has stopped it may do so again
+# That come to all processes of a job.
+_OTHERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def watch(incoming: int) -> None:
+    """Fork a process that watches over this one, and ends with it. ``incoming``: its standard input."""
+    member = os.pidfd_open(os.getpid())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which it has no use for
+        # A process: a member that is stopped cannot see the end of its input, and would hold the machine for good.
+        pid = os.fork()
+    if pid == 0:
+        _live(incoming, member)
+    os.setpgid(pid, pid)  # a signal that stops the member's group does not stop this one, from now on
+    os.close(member)
+
+
+def _live(incoming: int, member: int) -> NoReturn:
+    try:
+        name_process("waker")
+        for number in _OTHERS:
+            signal.signal(number, signal.SIG_IGN)
+        for fd in {*map(int, os.listdir("/proc/self/fd"))} - {incoming, member}:
+            with contextlib.suppress(OSError):  # that of the list
+                os.close(fd)
+        _wake_at_the_end(incoming, member)
+    finally:
+        os._exit(0)
+
+
+def _wake_at_the_end(incoming: int, member: int) -> None:
+    poll = select.poll()
+    poll.register(incoming, select.POLLRDHUP)
+    poll.register(member, select.POLLIN)
+    while member not in dict(poll.poll()):
+        signal.pidfd_send_signal(member, signal.SIGCONT)
+        linux.wait_readable([member], _DELAY)
+
 
 if __name__ == "__main__":
-    waker.watch(0)
+    watch(0)
     from mlaunch.engines.member.member import main
 
     main()

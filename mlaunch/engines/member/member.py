@@ -2,7 +2,7 @@
 
 It is a caller without a person: it has a warm fork server, and starts the ranks of its machine as that machine's script
 would. What it is to run comes on standard input, secrets too, and what it has to tell goes to standard output. It ends
-with its standard input, and its ranks with it: whoever loses the caller loses nothing else.
+with its standard input, and its ranks with it, so a machine that loses its caller is free again.
 """
 
 from __future__ import annotations
@@ -21,19 +21,16 @@ from mlaunch.base import linux
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout
 from mlaunch.caller.server.warm import warm_server
 from mlaunch.core.load import MachineParts
-from mlaunch.engines.member.lease_term import Term
+from mlaunch.engines.member.heartbeat import CallersHeartbeat
 from mlaunch.engines.member.machine_launch import MachineLaunch
-from mlaunch.engines.member.machine_plan import MachinePlan
-from mlaunch.engines.member.reachability import failures_at, listen_for_others
-from mlaunch.engines.wire.frame_codes import NoiseError
-from mlaunch.engines.wire.frame_stream import FrameStream
+from mlaunch.engines.member.machine_plan import MachinePlan, failures_at, listen_for_others
+from mlaunch.engines.wire.frame_stream import FrameStream, NoiseError
 from mlaunch.engines.wire.member_messages import (
     MARK,
     AskOffer,
-    Lease,
+    Heartbeat,
     Listen,
     Listens,
-    Look,
     MachineDone,
     NotPrepared,
     Reach,
@@ -43,7 +40,7 @@ from mlaunch.engines.wire.member_messages import (
     versions,
 )
 from mlaunch.protocol.channel import assert_never
-from mlaunch.protocol.messages import Cancel, EndCall, EndRanks, ForPart, MeetAgain, NextCall
+from mlaunch.protocol.messages import Cancel, EndCall, EndRanks, ForPart, MeetAgain, NextCall, Question
 
 if TYPE_CHECKING:
     from mlaunch.engines.wire.member_streams import MemberHears, MembersStream
@@ -56,7 +53,7 @@ FOR_RANKS = {signal.SIGUSR1, signal.SIGUSR2}
 
 
 def main(secret: str = "") -> NoReturn:
-    """Serves until standard input ends. ``secret``: the caller's, too, where others can write to what is between."""
+    """Serve until standard input ends. ``secret``: the caller's, too, where others can write to what is between."""
     ignore(FOR_RANKS)
     stream = _take_over_streams(secret)
     for name in [name for name in os.environ if name.startswith(_TASKS) or name in _TASK]:
@@ -73,13 +70,13 @@ def main(secret: str = "") -> NoReturn:
 
 
 def ignore(numbers: Collection[signal.Signals]) -> None:
-    """Lets this process live on when such signals come. Ranks have the usual dispositions all the same."""
+    """Make this process survive such signals. Its ranks have the usual dispositions."""
     for number in numbers:
         signal.signal(number, signal.SIG_IGN)
 
 
 def _take_over_streams(secret: str) -> MembersStream:
-    """Keeps standard input and output for ourselves: whoever prints here does so to standard error."""
+    """Keep standard input and output for frames: what else is printed here goes to standard error."""
     ends = linux.above_standard(os.dup(0)), linux.above_standard(os.dup(1))
     stream: MembersStream = FrameStream(*ends, secret, member=True)
     null = os.open(os.devnull, os.O_RDONLY)
@@ -91,7 +88,7 @@ def _take_over_streams(secret: str) -> MembersStream:
 
 
 def serve(stream: MembersStream, host: str, patience: float | None = None) -> None:
-    """Serves a caller until its end of the stream is closed, or no word has come in ``patience`` seconds."""
+    """Serve a caller until its end of the stream is closed, or no word has come in ``patience`` seconds."""
     hello = {**versions(), "host": host, "pid": os.getpid()}
     stream.write_line(MARK, json.dumps(hello).encode())
     _Member(stream, patience).serve()
@@ -100,13 +97,13 @@ def serve(stream: MembersStream, host: str, patience: float | None = None) -> No
 class _Member:
     def __init__(self, stream: MembersStream, patience: float | None) -> None:
         self._stream = stream
-        self._term = Term(stream)
-        self._term.lease = None if patience is None else Lease(patience, ())
+        self._heartbeat = CallersHeartbeat(stream)
+        self._heartbeat.last = None if patience is None else Heartbeat(patience, ())
         self._plan: MachinePlan | None = None
         self._listener: socket.socket | None = None
 
     def serve(self) -> None:
-        while not self._term.over:
+        while not self._heartbeat.over:
             try:
                 found = self._stream.receive(1)  # what follows a launch's start is for the launch to hear
             except EOFError:
@@ -118,20 +115,20 @@ class _Member:
                 self._obey(record, content)
             if not found:
                 self._wait()
-        self._term.leave()
+        self._heartbeat.leave()
 
     def _wait(self) -> None:
         poll = select.poll()
         poll.register(self._stream.incoming, select.POLLIN)
         if self._stream.unsent:
             poll.register(self._stream.outgoing, select.POLLOUT)
-        poll.poll(self._term.milliseconds())
+        poll.poll(self._heartbeat.milliseconds())
         self._stream.flush()
 
     def _obey(self, record: MemberHears, content: int) -> None:
         match record:
-            case Lease():
-                self._term.lease = record
+            case Heartbeat():
+                self._heartbeat.last = record
             case AskOffer():
                 self._prepare(record)
             case Listen():
@@ -142,7 +139,7 @@ class _Member:
                 if self._plan is not None:
                     self._listen(None)
                     self._start(self._plan, record, content)
-            case Look() | Cancel() | NextCall() | EndCall() | MeetAgain() | EndRanks() | ForPart():
+            case Question() | Cancel() | NextCall() | EndCall() | MeetAgain() | EndRanks() | ForPart():
                 pass  # the launch that it is about is over
             case _:
                 assert_never(record)
@@ -166,7 +163,7 @@ class _Member:
         with contextlib.ExitStack() as stack:
             try:
                 parts = stack.enter_context(MachineParts(plan.spec(order)))
-                launch = MachineLaunch(self._stream, parts, plan.server, content, self._term)
+                launch = MachineLaunch(self._stream, parts, plan.server, content, self._heartbeat)
             except (LaunchError, ValueError, OSError) as error:
                 self._stream.send(MachineDone(f"{type(error).__name__}: {error}", isinstance(error, LaunchTimeout)))
                 return

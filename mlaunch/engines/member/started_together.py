@@ -1,8 +1,8 @@
 """Starts members by a program that joins their standard streams: ``python -m mlaunch.engines.member.started_together``.
 
 ``mpirun`` gives its standard input to its first process alone, and mixes what all print. So each says where it listens,
-in one line that also has a secret, and prints nothing more; the first one hears from the caller of all, connects to
-them, and carries what they and the caller say to each other. Each is a member then, over its connection.
+in one line that also has a secret, and prints nothing more. The first one gets the word of the caller where all are,
+connects to them, and carries what they and the caller say to each other. Each is a member then, over its connection.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from typing import TYPE_CHECKING, NoReturn
 
 from mlaunch.base import linux
-from mlaunch.engines.member import member, waker
-from mlaunch.engines.wire.first_process import MARK, Lead, Where, limit_reads, without_delay
+from mlaunch.engines.member import main as program
+from mlaunch.engines.member import member
+from mlaunch.engines.wire.first_process import MARK, Lead, Mux, Where, limit_reads, without_delay
 from mlaunch.engines.wire.frame_stream import FrameStream
 from mlaunch.engines.wire.member_messages import command_of, patience_of
-from mlaunch.engines.wire.mux import Mux
 from mlaunch.rendezvous.address import LOOPBACK, addresses
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ _NUMBERS = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_
 
 
 def main() -> NoReturn:
-    """Serves until the caller ends, or the first one."""
+    """Serve until the caller ends, or the first one."""
     incoming, outgoing = linux.above_standard(os.dup(0)), linux.above_standard(os.dup(1))
     # Standard output carries frames; what else is printed goes to standard error.
     os.dup2(2, 1)
@@ -70,7 +70,7 @@ def _say_where(outgoing: int, port: int, secret: str) -> Where:
 
 
 def _hear(stream: CarriersStream, where: Where) -> Lead | None:
-    """Waits for the caller's word; None if it is for another one, or comes to others alone."""
+    """Wait for the caller's word; None if it is for another one, or comes to others alone."""
     patience = patience_of(sys.argv)
     with contextlib.suppress(EOFError):
         while True:
@@ -89,7 +89,7 @@ def _hear(stream: CarriersStream, where: Where) -> Lead | None:
 
 
 def _drain(incoming: int) -> None:
-    """Reads what a program gives to all of its processes, and is not for this one."""
+    """Read what a program gives to all of its processes, and is not for this one."""
     os.set_blocking(incoming, True)
     while os.read(incoming, _READ):
         pass
@@ -121,7 +121,7 @@ class _Strangers:
             threading.Thread(target=self._admit, args=(end,), daemon=True).start()
 
     def _admit(self, end: socket.socket) -> None:
-        """Passes on a connection that has the secret, unless another one has taken its place meanwhile."""
+        """Pass on a connection that has the secret, unless another one has taken its place meanwhile."""
         with end:
             limit_reads(end.fileno(), _STRANGER_TIMEOUT)
             connection = Connection(os.dup(end.fileno()))
@@ -145,7 +145,7 @@ def _knows(connection: Connection, secret: bytes) -> bool:
 
 
 def _follow(listener: socket.socket, secret: str, starter: int) -> NoReturn:
-    """Is a member for the first one, which waits for the last to start; nobody else knows for how long."""
+    """Be a member for the first one, which waits for the last to start; nobody else knows for how long."""
     found: queue.SimpleQueue[Connection] = queue.SimpleQueue()
     threading.Thread(target=_Strangers(secret.encode(), found).admit_all, args=(listener,), daemon=True).start()
     connection = None
@@ -158,12 +158,12 @@ def _follow(listener: socket.socket, secret: str, starter: int) -> NoReturn:
         for standard in (0, 1):
             os.dup2(end.fileno(), standard)
     connection.close()
-    waker.watch(0)
+    program.watch(0)
     member.main(secret)
 
 
 def _lead(stream: CarriersStream, lead: Lead, own: Where) -> None:
-    """Carries for all, and starts the member of this machine."""
+    """Carry for all, and start the member of this machine."""
     ends = {}
     for place, where in lead.all.items():
         try:

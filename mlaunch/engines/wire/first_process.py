@@ -1,10 +1,14 @@
-"""How processes that were started together find the first of them; see ``joined``."""
+"""How processes that one program has started find the first of them, which carries the streams of all over its own.
+
+For engines that give a stream to one of their machines only, as ``mpirun`` does.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import select
 import socket
 import struct
 from collections.abc import Mapping
@@ -12,22 +16,27 @@ from dataclasses import dataclass, field, replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
+from mlaunch.engines.wire.frame_stream import FrameStream
+
 MARK = b"mlaunch-joined "
 _CONNECT_TIMEOUT = 5.0  # seconds for an address to answer: one of another network may be silent
 _PROOF_TIMEOUT = 30  # seconds for who is there to prove itself
 _MOST_ADDRESSES = 256
 _TRIES = 5  # for a connection that is closed at once
 _LONGEST, _LARGEST = 400, 1 << 20  # characters of a text, and the largest number, that one of them says
+_READ = 1 << 18  # bytes
+_LAST_WORDS_TIMEOUT = 10.0  # seconds, once all streams here have ended
+_FULL = 1 << 22  # bytes that wait, above which nothing more is read
 
 
 def limit_reads(fd: int, seconds: int) -> None:
-    """Makes a read of the connection fail after so many seconds; 0: never."""
+    """Make a read of the connection fail after so many seconds; 0: never."""
     with socket.socket(fileno=os.dup(fd)) as end:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
 
 
 def without_delay(fd: int) -> socket.socket:
-    """Returns the connection as one that sends each record at once, not with the next one or after 40 ms."""
+    """Return the connection as one that sends each record at once, not with the next one or after 40 ms."""
     found = socket.socket(fileno=fd)
     found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return found
@@ -35,7 +44,7 @@ def without_delay(fd: int) -> socket.socket:
 
 @dataclass(frozen=True)
 class Where:
-    """Where one of them is found. ``number``: its own, -1 where nobody has told it."""
+    """The place where one of them is found. ``number``: its own, -1 if it does not know it."""
 
     name: str
     addresses: tuple[str, ...]
@@ -46,21 +55,21 @@ class Where:
 
     @classmethod
     def of_line(cls, line: bytes) -> Where:
-        """Reads what one of them has printed. ConnectionError for what none prints."""
+        """Read what one of them has printed. ConnectionError for what none prints."""
         try:
             said = cls(**json.loads(line))
         except (ValueError, TypeError, RecursionError) as error:
-            raise ConnectionError("what came is no process of ours") from error
+            raise ConnectionError("what came is no process of mlaunch") from error
         if not isinstance(said.addresses, list) or not 1 <= len(said.addresses) <= _MOST_ADDRESSES:
-            raise ConnectionError("what came is no process of ours")
+            raise ConnectionError("what came is no process of mlaunch")
         texts, numbers = (said.name, said.secret, *said.addresses), (said.port, said.number, said.size)
         short = all(isinstance(text, str) and text.isprintable() and len(text) <= _LONGEST for text in texts)
         if not (short and all(type(number) is int and -1 <= number <= _LARGEST for number in numbers)):
-            raise ConnectionError("what came is no process of ours")
+            raise ConnectionError("what came is no process of mlaunch")
         return replace(said, addresses=tuple(said.addresses))
 
     def connect(self) -> socket.socket:
-        """Returns a connection on which both sides have proved to know the secret. OSError if there can be none."""
+        """Return a connection on which both sides have proved to know the secret. OSError if there can be none."""
         tried = []
         for address in self.addresses:
             try:
@@ -96,3 +105,109 @@ class Lead:
 
     name: str
     all: Mapping[int, Where]
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What one of the streams says; b"": it says no more."""
+
+    number: int
+    data: bytes
+
+
+@dataclass
+class _End:
+    socket: socket.socket
+    waiting: bytearray = field(default_factory=bytearray)
+    finished: bool = False  # the other side says no more
+    reads: bool = True  # this side may still say something
+
+
+class Mux:
+    """Carries streams between sockets, which it owns, by number, and one stream. The same code serves on both sides.
+
+    Who does not read one of them holds up all, once some megabytes wait.
+    """
+
+    def __init__(self, stream: FrameStream[Lead | Carried, Carried], ends: Mapping[int, socket.socket]) -> None:
+        self._stream = stream
+        self._ends = {number: _End(end) for number, end in ends.items()}
+        for end in ends.values():
+            end.setblocking(False)
+
+    def run(self) -> None:
+        """Carry until the one stream ends, or all the others have on both sides."""
+        try:
+            self._hear()  # what came with the word to begin
+            while any(end.reads or not end.finished for end in self._ends.values()) and self._step():
+                pass
+        except EOFError:
+            pass
+        finally:
+            self._stream.flush()
+            for end in self._ends.values():
+                end.socket.close()
+
+    def _step(self) -> bool:
+        """Wait for what comes next, and carry it; False if nobody is left here and nothing comes."""
+        ready = self._wait()
+        for number, end in self._ends.items():
+            fd = end.socket.fileno()
+            if ready.get(fd, 0) & ~select.POLLOUT:
+                self._read(number, end)
+            self._write(end)
+        if self._stream.outgoing in ready:
+            self._stream.flush()
+        if self._stream.incoming in ready:
+            self._hear()
+        return bool(ready)
+
+    def _hear(self) -> None:
+        for record, _ in self._stream.receive():
+            if isinstance(record, Carried):
+                self._take(self._ends[record.number], record.data)
+
+    def _wait(self) -> dict[int, int]:
+        poll = select.poll()
+        if all(len(end.waiting) < _FULL for end in self._ends.values()):
+            poll.register(self._stream.incoming, select.POLLIN)
+        if self._stream.unsent:
+            poll.register(self._stream.outgoing, select.POLLOUT)
+        for end in self._ends.values():
+            reads = end.reads and self._stream.unsent < _FULL
+            wanted = (select.POLLIN if reads else 0) | (select.POLLOUT if end.waiting else 0)
+            if wanted:
+                poll.register(end.socket, wanted)
+        return dict(poll.poll(None if any(end.reads for end in self._ends.values()) else 1000 * _LAST_WORDS_TIMEOUT))
+
+    def _read(self, number: int, end: _End) -> None:
+        try:
+            data = end.socket.recv(_READ)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if end.reads:
+            self._stream.send(Carried(number, data))
+        end.reads = end.reads and bool(data)
+
+    def _take(self, end: _End, data: bytes) -> None:
+        end.waiting += data
+        end.finished = end.finished or not data
+        self._write(end)
+        if end.finished and not end.waiting:
+            with contextlib.suppress(OSError):
+                end.socket.shutdown(socket.SHUT_WR)
+
+    def _write(self, end: _End) -> None:
+        try:
+            while end.waiting:
+                del end.waiting[: end.socket.send(end.waiting)]
+        except BlockingIOError:
+            return
+        except OSError:  # nobody reads it any more
+            end.waiting.clear()
+        else:
+            if end.finished:
+                with contextlib.suppress(OSError):
+                    end.socket.shutdown(socket.SHUT_WR)

@@ -6,13 +6,14 @@ Whatever an engine gives will do, the pipes of ``ssh`` or ``srun`` as well as a 
 
 The line feed is for engines that pass on whole lines, as Slurm does. What is large is content: it goes from a file and
 into a memfd, so that neither side holds it in memory a second time. Where both sides have a secret, a code follows the
-record, and another one the content (``frame_codes``): nothing is unpickled before its code was found right.
+record, and another one the content (``FrameCodes``): nothing is unpickled before its code was found right.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hmac
 import os
 import pickle
 import socket
@@ -20,20 +21,173 @@ import struct
 import threading
 import time
 from collections import deque
-from typing import Generic, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
-from mlaunch.base.fds import close_all, close_in_forks, renewed
-from mlaunch.engines.wire.content import CHUNK, Content, Piece
-from mlaunch.engines.wire.frame_codes import FrameCodes, NoiseError
+from mlaunch.base.fds import close_all, close_in_forks, memory_file, renewed
 
+_SIZE = 32  # bytes of a code
+# As much as an unprivileged user may make of a pipe (fs.pipe-max-size).
+CHUNK = 1 << 20  # bytes that are read or written at once
 Incoming = TypeVar("Incoming", covariant=True)  # the records that come: see member_streams.py
 Outgoing = TypeVar("Outgoing", contravariant=True)  # those that it takes
-
 _HEAD = struct.Struct("!IQ")
 _END = b"\n"
 _LINE = 1 << 16  # bytes of the first line, at most
 _SHOWN = 40  # bytes of what is not of mlaunch
-_MOST = 1 << 24  # bytes of a record: what says more is not one of ours
+_MOST = 1 << 24  # bytes of a record: what says more is none
+
+
+class NoiseError(OSError):
+    """What came is not of mlaunch. ``hint``: what may be the reason."""
+
+    hint = ": a profile that prints, or another program?"
+
+
+class ForgedError(NoiseError):
+    """What came does not bear the code that the other side would have put there."""
+
+    hint = ": somebody on the network between the machines has changed or sent it; mlaunch has used nothing of it"
+
+
+class Code(Protocol):
+    """An authentication code of data that comes piece by piece."""
+
+    def update(self, data: bytes, /) -> None: ...
+
+    def digest(self) -> bytes: ...
+
+
+class _None:
+    def update(self, data: bytes, /) -> None:
+        pass
+
+    def digest(self) -> bytes:
+        return b""
+
+
+class FrameCodes:
+    """What shows that frames are the other side's: codes that take a secret of both, and each frame's place.
+
+    So what somebody else has written to the network between machines is not read as ours: what was changed, left out,
+    sent again or turned back is refused before anything is made of it. Where nobody else can write there is no secret,
+    and no code.
+
+    Attributes:
+        size: Bytes of each; 0: there are none.
+    """
+
+    def __init__(self, secret: str, sender: str) -> None:
+        self.size = _SIZE if secret else 0
+        # A key for each direction: what this side has sent, turned back to it, has another code.
+        self._key = hmac.digest(secret.encode(), b"mlaunch frames\0" + sender.encode(), "sha256")
+        self._frame = 0
+        self._forged = False
+
+    def check(self, code: bytes | bytearray, expected: bytes) -> None:
+        """Raise ForgedError, now and from then on, unless they are the same; in a time that shows nothing of them."""
+        self._forged = self._forged or not hmac.compare_digest(code, expected)
+        if self._forged:
+            raise ForgedError("sent data with a wrong code")
+
+    def of_record(self, data: bytes) -> bytes:
+        """Return that of the next frame's head and record."""
+        # Counted on both sides and never sent: what is left out, sent twice or moved does not fit any more.
+        self._frame += 1
+        code = self._begin(b"record")
+        code.update(data)
+        return code.digest()
+
+    def of_content(self) -> Code:
+        """Begin that of the same frame's content."""
+        return self._begin(b"content")
+
+    def _begin(self, part: bytes) -> Code:
+        if not self.size:
+            return _None()
+        return hmac.new(self._key, b"%d\0%b\0" % (self._frame, part), "sha256")
+
+
+@dataclass
+class Piece:
+    """What waits to be written: bytes, or the rest of a file and then its code."""
+
+    data: memoryview
+    fd: int = -1
+    offset: int = 0
+    size: int = 0
+    code: Code | None = None
+
+    def next(self) -> memoryview:
+        """Return what comes next; empty at the end."""
+        if not self.data and self.code is not None:
+            self.data = memoryview(self._read() if self.offset < self.size else self._finish(self.code))
+        return self.data
+
+    def _read(self) -> bytes:
+        # pread: several streams may be sent the same file, whose place they would share.
+        data = os.pread(self.fd, min(CHUNK, self.size - self.offset), self.offset)
+        self.offset += len(data)
+        if not data:
+            raise OSError(f"a file of {self.size} bytes ended before its end; who cut it?")
+        if self.code is not None:
+            self.code.update(data)
+        return data
+
+    def _finish(self, code: Code) -> bytes:
+        self.code = None
+        return code.digest()
+
+    @property
+    def left(self) -> int:
+        return len(self.data) + max(0, self.size - self.offset)
+
+
+class Content:
+    """A record whose content is on its way into a memfd. ``code``: of what has come."""
+
+    def __init__(self, record: bytes, size: int, code: Code) -> None:
+        self.record = record
+        self.code = code
+        self.size = size
+        self._left = size
+        self._fd = memory_file("content") if size else -1
+
+    def fill(self, incoming: int, note_life: Callable[[], None]) -> None:
+        """Move the rest straight from the stream into the memfd. BlockingIOError: it has not all come."""
+        while self._left:
+            data = os.read(incoming, min(CHUNK, self._left))
+            if not data:
+                raise EOFError("the other end of the stream is closed")
+            note_life()
+            self._write(data)
+
+    def take(self, came: bytearray) -> bool:
+        """Take it from what has come before; True if that is all."""
+        most = min(self._left, len(came))
+        if most:
+            self._write(bytes(came[:most]))
+            del came[:most]
+        return self._left == 0
+
+    def _write(self, data: bytes) -> None:
+        self.code.update(data)
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._fd, view) :]
+        self._left -= len(data)
+
+    def release(self) -> int:
+        """Return the memfd; the receiver owns it."""
+        fd, self._fd = self._fd, -1
+        return fd
+
+    def close(self) -> None:
+        """May be called again."""
+        fd = self.release()
+        if fd >= 0:
+            os.close(fd)
 
 
 class FrameStream(Generic[Incoming, Outgoing]):
@@ -64,12 +218,12 @@ class FrameStream(Generic[Incoming, Outgoing]):
 
     @property
     def unsent(self) -> int:
-        """How many bytes wait to be written."""
+        """The number of bytes that wait to be written."""
         with self._sending:
             return sum(piece.left for piece in self._waiting)
 
     def send(self, record: Outgoing, content: int = -1) -> None:
-        """Queues a record, and a duplicate of the file that belongs to it; writes what can be written now."""
+        """Queue a record, and a duplicate of the file that belongs to it; write what can be written now."""
         data = pickle.dumps(record)
         size = os.fstat(content).st_size if content >= 0 else 0
         with self._sending:
@@ -81,7 +235,7 @@ class FrameStream(Generic[Incoming, Outgoing]):
         self.flush()
 
     def flush(self) -> bool:
-        """Writes what can be written without waiting; True if nothing is left. A reader that is gone is no error."""
+        """Write what can be written without waiting; True if nothing is left. A reader that is gone is no error."""
         with self._sending:
             return self._write_now()
 
@@ -101,7 +255,7 @@ class FrameStream(Generic[Incoming, Outgoing]):
         return True
 
     def forget(self) -> None:
-        """Drops what waits to be written."""
+        """Drop what waits to be written."""
         while self._waiting:
             self._drop_first()
 
@@ -111,14 +265,14 @@ class FrameStream(Generic[Incoming, Outgoing]):
             os.close(piece.fd)
 
     def write_line(self, mark: bytes, text: bytes) -> None:
-        """Writes the line that the other end skips to, and waits until all of it is written."""
+        """Write the line that the other end skips to, and wait until all of it is written."""
         code = self._ours.of_record(text).hex().encode()
         os.set_blocking(self.outgoing, True)
         os.write(self.outgoing, b"\n" + mark + code + text + b"\n")
         os.set_blocking(self.outgoing, False)
 
     def skip_to(self, mark: bytes) -> bytes | None:
-        """Returns the line that begins with ``mark`` once it is there, less the mark; None: it is not yet.
+        """Return the line that begins with ``mark`` once it is there, less the mark; None: it is not yet.
 
         What comes before it, as a login shell's greeting, is dropped. EOFError if it never comes.
         """
@@ -139,7 +293,7 @@ class FrameStream(Generic[Incoming, Outgoing]):
         return line
 
     def receive(self, most: int | None = None) -> list[tuple[Incoming, int]]:
-        """Returns what has come in full: records, each with a memfd that the receiver owns, or -1.
+        """Return what has come in full: records, each with a memfd that the receiver owns, or -1.
 
         With ``most``, the rest waits for the next time, though nothing may be left to read then.
 
@@ -196,11 +350,11 @@ class FrameStream(Generic[Incoming, Outgoing]):
             self._content = None
 
     def _begin(self) -> bool:
-        """Begins the next frame; False if its record is not there yet."""
+        """Begin the next frame; False if its record is not there yet."""
         if len(self._came) < _HEAD.size:
             return False
         size, content = _HEAD.unpack_from(self._came)
-        # What is no frame says a size all the same; to wait for so much would be to wait for ever.
+        # What is no frame seems to have a size, too; to wait for so much would be to wait for ever.
         if size > _MOST:
             raise _noise(self._came)
         end = _HEAD.size + size
@@ -212,7 +366,7 @@ class FrameStream(Generic[Incoming, Outgoing]):
         return True
 
     def hang_up(self) -> None:
-        """Lets the other end find that nobody is here any more. What comes from there can still be read."""
+        """Show the other end that nobody is here any more. What comes from there can still be read."""
         with self._sending, open(os.devnull, "wb") as nothing:
             self.forget()
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.outgoing)) as connection:
@@ -221,7 +375,7 @@ class FrameStream(Generic[Incoming, Outgoing]):
             os.dup2(nothing.fileno(), self.outgoing, inheritable=False)
 
     def close(self) -> None:
-        """Closes both descriptors. May be called again: by then their numbers may be somebody else's."""
+        """Close both descriptors. May be called again, when their numbers may be somebody else's."""
         self.forget()
         if self._content is not None:
             self._content.close()
@@ -231,4 +385,4 @@ class FrameStream(Generic[Incoming, Outgoing]):
 
 def _noise(came: bytearray) -> NoiseError:
     beginning = bytes(came[:_SHOWN])
-    return NoiseError(f"wrote something else than mlaunch on its standard output, beginning {beginning!r}")
+    return NoiseError(f"wrote something that is not from mlaunch to its standard output, beginning {beginning!r}")

@@ -1,10 +1,10 @@
 """What a caller and the members of its launch say to each other, over a ``Stream`` for each machine.
 
 member -> caller   a line that begins with ``MARK``, then JSON: who it is       (before anything is unpickled)
-caller -> member   Lease; AskOffer, Listen, Reach, Start, Cancel, Look; NextCall, EndCall, MeetAgain and EndRanks for
-                   ranks that stay; FreezeRanks, ThawRanks, StopRanks
-member -> caller   Offer or NotPrepared, Listens, Reached; then FromAgent, Printed, Rows, Seen, Alive, ServerEnded,
-                   TracePart, and MachineDone at last
+caller -> member   Heartbeat; AskOffer, Listen, Reach, Start, Cancel, Question; NextCall, EndCall, MeetAgain and
+                   EndRanks for ranks that stay; ForPart
+member -> caller   Offer or NotPrepared, Listens, Reached; then FromAgent, Printed, Rows, Reports, Alive, ServerEnded,
+                   PartSays, and MachineDone at last
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BOOTSTRAP += "runpy.run_module(sys.argv[-1], run_name='__main__')"
 
 
 def command_of(python: str, patience: float | None = None) -> list[str]:
-    """Returns what runs a member, with nothing imported from the current directory. Its module comes last.
+    """Return what runs a member, with nothing imported from the current directory. Its module comes last.
 
     ``patience``: seconds in which the caller's first word must have come; None: it may take for ever.
     """
@@ -38,12 +38,12 @@ def command_of(python: str, patience: float | None = None) -> list[str]:
 
 
 def patience_of(argv: Sequence[str]) -> float | None:
-    """Returns what ``command_of`` was given, in the process that it runs."""
+    """Return what ``command_of`` was given, in the process that it runs."""
     return float(argv[-2]) if len(argv) > 2 else None
 
 
 def versions() -> dict[str, str]:
-    """Returns those of what must be alike on both sides, without importing torch; "" for one that is not installed."""
+    """Return those of what must be alike on both sides, without importing torch; "" for one that is not installed."""
     try:
         torch = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -52,13 +52,15 @@ def versions() -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Lease:
-    """Makes a member leave once nothing more has come for so many seconds: a machine that is cut off closes nothing.
+class Heartbeat:
+    """Tells a member that its caller lives. A machine that is cut off closes nothing, so a member leaves if none comes.
 
-    ``farewell``: the command by which it then gives the machines back; () if that needs none.
+    Attributes:
+        timeout: Seconds after which it leaves if nothing more has come.
+        farewell: The command by which it gives the machines back then; () if that needs none.
     """
 
-    seconds: float
+    timeout: float
     farewell: tuple[str, ...]
 
 
@@ -181,23 +183,8 @@ class Reports:
 
 
 @dataclass(frozen=True)
-class Look:
-    """Asks what the launch is doing there. ``word``: as ``mlaunch ps`` and ``stacks`` ask."""
-
-    number: int
-    word: bytes
-
-
-@dataclass(frozen=True)
-class Seen:
-    """Answers a Look. The content: a status in JSON; none if the launch's agent did not answer."""
-
-    number: int
-
-
-@dataclass(frozen=True)
 class Alive:
-    """Answers a Lease while ranks run."""
+    """Answers a Heartbeat, while ranks run."""
 
 
 @dataclass(frozen=True)

@@ -7,36 +7,33 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from mlaunch.engines.wire.first_process import Lead
+from mlaunch.engines.wire.first_process import Carried, Lead
 from mlaunch.engines.wire.frame_stream import FrameStream
 from mlaunch.engines.wire.member_messages import (
     Alive,
     AskOffer,
     FromAgent,
-    Lease,
+    Heartbeat,
     Listen,
-    Look,
     MachineDone,
     MemberAnswer,
     Printed,
     Reach,
     Reports,
     Rows,
-    Seen,
     ServerEnded,
     Start,
 )
-from mlaunch.engines.wire.mux import Carried
-from mlaunch.protocol.messages import Cancel, EndCall, EndRanks, ForPart, MeetAgain, NextCall, PartSays
+from mlaunch.protocol.messages import Cancel, EndCall, EndRanks, ForPart, MeetAgain, NextCall, PartSays, Question
 
 # A caller and a member; of a launch what its agent is to hear, too.
 MemberHears = (
-    (Lease | AskOffer | Listen | Reach | Start | Look)
-    | (Cancel | NextCall | EndCall | MeetAgain | EndRanks | ForPart)
+    (Heartbeat | AskOffer | Listen | Reach | Start)
+    | (Cancel | Question | NextCall | EndCall | MeetAgain | EndRanks | ForPart)
 )  # fmt: skip
 MemberSays = (
     MemberAnswer
-    | (FromAgent | Printed | Rows | Reports | Seen | Alive | ServerEnded | PartSays | MachineDone)
+    | (FromAgent | Printed | Rows | Reports | Alive | ServerEnded | PartSays | MachineDone)
 )  # fmt: skip
 CallersStream: TypeAlias = FrameStream[MemberSays, MemberHears]
 MembersStream: TypeAlias = FrameStream[MemberHears, MemberSays]

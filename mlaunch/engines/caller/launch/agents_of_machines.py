@@ -17,11 +17,11 @@ from mlaunch.agreed_stop.wire import NAME, AskToStop
 from mlaunch.base.exceptions import RankFailure, describe_exit
 from mlaunch.base.fds import close_all, ready
 from mlaunch.engines.caller.launch.machine import Machine, last_lines
+from mlaunch.engines.caller.launch.machines_inspection import MachinesInspection
 from mlaunch.engines.caller.launch.machines_stop import MachinesStop
 from mlaunch.engines.caller.launch.output_pipes import Backlog
 from mlaunch.engines.caller.launch.timeouts import EndOf, Patience
-from mlaunch.engines.caller.launch.visitors_of_machines import Lookout
-from mlaunch.engines.wire.frame_codes import NoiseError
+from mlaunch.engines.wire.frame_stream import NoiseError
 from mlaunch.engines.wire.member_messages import (
     Alive,
     FromAgent,
@@ -30,7 +30,6 @@ from mlaunch.engines.wire.member_messages import (
     Printed,
     Reports,
     Rows,
-    Seen,
     ServerEnded,
 )
 from mlaunch.protocol import failures
@@ -38,41 +37,45 @@ from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import Channel, assert_never
 from mlaunch.protocol.messages import (
     AgentFailed,
-    AgentHears,
-    AgentSays,
     Cancel,
     DeadlinePassed,
     Finished,
     ForPart,
-    LaunchersEnd,
     PartSays,
     RankGone,
     RanksStarting,
     RankStarted,
     Reaped,
     Refused,
+    Told,
     Waiting,
 )
 
 if TYPE_CHECKING:
     from mlaunch.core.load import CallerParts
     from mlaunch.engines.wire.member_streams import MemberHears, MemberSays
+    from mlaunch.protocol.messages import AgentHears, AgentSays, LaunchersEnd
 
 
 class MergedAgent:
     """``end_of``: says what the engine knows of a machine that was lost, and what its member wrote last."""
 
     def __init__(
-        self, machines: Sequence[Machine], world_size: int, end_of: EndOf, times: Patience, lookout: Lookout
+        self,
+        machines: Sequence[Machine],
+        world_size: int,
+        end_of: EndOf,
+        times: Patience,
+        inspection: MachinesInspection,
     ) -> None:
         self.channel: LaunchersEnd
         self.channel, self._theirs = Channel.pair()
         self._machines = machines
         self._world_size = world_size
-        self._end_of, self._times, self.lookout = end_of, times, lookout
+        self._end_of, self._times, self.inspection = end_of, times, inspection
         self._open = {machine.stream.fileno(): machine for machine in machines}
         self.parts: CallerParts | None = None  # of the call's features
-        self._stop = MachinesStop(self._open, self._tell, lookout)
+        self._stop = MachinesStop(self._open, self._tell, inspection)
         self._board = Board.create(world_size)
         self._backlog = Backlog()
         self._nothing = os.memfd_create("mlaunch-nothing", os.MFD_CLOEXEC)  # of a rank that did not crash
@@ -82,25 +85,25 @@ class MergedAgent:
         self._thread = threading.Thread(target=self._run, name="mlaunch-engine", daemon=True)
 
     def start(self) -> None:
-        """Begins to listen. The machines are this thread's from now on, until ``join``."""
+        """Begin to listen. The machines are this thread's from now on, until ``join``."""
         self._thread.start()
 
     def join(self, timeout: float) -> bool:
-        """Waits for its end; True if that has come."""
+        """Wait for its end; True if that has come."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
         try:
-            self.lookout.open()
+            self.inspection.open()
             while self._open and not self._abandoned:
                 self._step()
-        except Exception as error:  # of ours: the handle must not wait for ever
+        except Exception as error:  # a bug: the handle must not wait for ever
             self._tell(AgentFailed(f"{type(error).__name__}: {error}"))
         finally:
             for machine in self._open.values():
                 machine.lost = True
-            self.lookout.close()
+            self.inspection.close()
             if self._second_hand is not None and not self._lost:
                 self._tell(self._second_hand)
             self._tell(Finished())
@@ -126,7 +129,7 @@ class MergedAgent:
                 machine.stream.flush()
         for fd in events & self._open.keys():
             self._hear(fd, self._open[fd])
-        self.lookout.serve(events, list(self._open.values()))
+        self.inspection.serve(events, list(self._open.values()))
         if (ended_by := self._stop.serve()) is not None and not self._lost:
             self._fail(failures.from_stop(ended_by))
             self._cancel()
@@ -134,25 +137,25 @@ class MergedAgent:
             self._hear_handle()
 
     def _wait(self) -> set[int]:
-        readers = [self._theirs.fileno(), *self.lookout.fds(), *(() if self._backlog.full else self._open)]
+        readers = [self._theirs.fileno(), *self.inspection.fds(), *(() if self._backlog.full else self._open)]
         readers += [machine.stderr for machine in self._machines if machine.stderr >= 0]
         writers = [machine.stream.outgoing for machine in self._machines if machine.stream.unsent]
         writers += self._backlog.blocked()
-        return ready(readers, writers, self._times.milliseconds(min(self.lookout.due, self._stop.due)))
+        return ready(readers, writers, self._times.milliseconds(min(self.inspection.due, self._stop.due)))
 
     def _cancel(self) -> None:
-        """Asks all machines to end the launch."""
+        """Ask all machines to end the launch."""
         self._send(Cancel())
 
     def _hear_handle(self) -> bool:
-        """Passes on what it wants: that the launch ends. False: it is gone."""
+        """Pass on what it wants: that the launch ends. False: it is gone."""
         record, fds = self._theirs.hear()
         if record is None:
             record, self._abandoned = Cancel(force=True), True
         if isinstance(record, ForPart):
             if record.feature == NAME and isinstance(record.word, AskToStop):
                 self._stop.ask(record.word.reason, record.call)
-        elif not self.lookout.obey(record, list(self._open.values()), self._theirs):
+        elif not self.inspection.obey(record, list(self._open.values()), self._theirs):
             self._obey(record, fds)
         close_all(fds)
         return not self._abandoned
@@ -163,7 +166,7 @@ class MergedAgent:
             self._send(record)
 
     def _send(self, record: MemberHears, content: int = -1, *, but: Machine | None = None) -> None:
-        """Sends a record to all machines that have not ended."""
+        """Send a record to all machines that have not ended."""
         for machine in self._open.values():
             if machine is not but:
                 machine.stream.send(record, content)
@@ -180,7 +183,7 @@ class MergedAgent:
             self._lose(machine, f"was lost: the host {error}{error.hint}" if isinstance(error, NoiseError) else "")
 
     def _lose(self, machine: Machine, what: str = "") -> None:
-        """Tells that a machine is gone, and ends the launch on the others."""
+        """Report that a machine is gone, and end the launch on the others."""
         machine.lost = True
         fate, words = self._end_of(machine) if not what else ("", "")
         what = what or f"was lost: {fate or 'its member has ended'}"
@@ -206,8 +209,6 @@ class MergedAgent:
             self._take_from_agent(machine, record.record, content)
         elif isinstance(record, PartSays):
             self._hear_part(record)
-        elif isinstance(record, Seen):
-            self.lookout.take(machine, record.number, content)
         elif isinstance(record, ServerEnded):
             self._fail(_lost(record.what, machine, "the fork server"))
             self._send(Cancel(), but=machine)
@@ -221,7 +222,7 @@ class MergedAgent:
         if isinstance(record, RanksStarting):
             if not self._started:  # told once, as the start of all ranks
                 self._started = True
-                known_as = self.lookout.launch.launch_id  # by which those find it who look from here
+                known_as = self.inspection.launch.launch_id  # by which those find it who look from here
                 self._tell(RanksStarting(time.monotonic(), known_as, 0, self._world_size), [self._board.fd])
         elif isinstance(record, RankStarted):
             readers = self._backlog.open(record.rank, (1, 2))
@@ -234,16 +235,21 @@ class MergedAgent:
                 self._send(Cancel(), but=machine)  # those that join would wait for it
         elif isinstance(record, Refused):
             self._refuse(record.text, late=record.late)
-        elif isinstance(record, PartSays) and record.feature == NAME and self._stop.take(machine, record.news):
-            pass
         elif isinstance(record, RankFailure):
             self._take_peers_failure(machine, record)
-        elif machine.place == 0 or not isinstance(record, Waiting):
+        elif not self._answers(machine, record, content) and (machine.place == 0 or not isinstance(record, Waiting)):
             nothing = [self._nothing] if isinstance(record, RankGone) else []
             self._tell(machine.shifted(record), [content] if content >= 0 else nothing)
 
+    def _answers(self, machine: Machine, record: AgentSays, content: int) -> bool:
+        """Take an answer to a question of this thread's; False if the record is none, and for the handle."""
+        if isinstance(record, Told):
+            self.inspection.take(machine, record.number, content)
+            return True
+        return isinstance(record, PartSays) and record.feature == NAME and self._stop.take(machine, record.news)
+
     def _take_peers_failure(self, machine: Machine, record: RankFailure) -> None:
-        """Takes what a machine has heard of another one. Of that one's ranks, its own member tells more."""
+        """Take what a machine has heard of another one. Of that one's ranks, its own member tells more."""
         if record.late:
             self._tell(DeadlinePassed())
         if record.rank is None and self._second_hand is None:
@@ -251,7 +257,7 @@ class MergedAgent:
             self._times.begin_to_give_up()
 
     def _give_up(self) -> None:
-        """Lets go of machines that have not ended, though others have said that one is lost: no end may come of it."""
+        """Give up machines that have not ended, after others have said that one is lost: it may never say so itself."""
         if self._second_hand is not None and self._open:
             silent = f"nothing more came from host {', '.join(machine.host for machine in self._open.values())}"
             self._second_hand = dataclasses.replace(self._second_hand, hints=(*self._second_hand.hints, silent))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TypeVar
 
 from mlaunch import features
+from mlaunch.base.exceptions import LaunchError
 from mlaunch.base.linux import working_directory
 from mlaunch.base.text import ranges
 from mlaunch.caller.launch.handle import LaunchHandle
@@ -25,12 +26,10 @@ from mlaunch.caller.server.attachments import in_memfds
 from mlaunch.core import load
 from mlaunch.engines.caller.launch.agents_of_machines import MergedAgent
 from mlaunch.engines.caller.launch.machine import Machine
-from mlaunch.engines.caller.launch.machines import say
-from mlaunch.engines.caller.launch.meeting_address import address_for_all
-from mlaunch.engines.caller.launch.placed_machines import PlacedMachines
+from mlaunch.engines.caller.launch.machines import PlacedMachines, say
+from mlaunch.engines.caller.launch.machines_inspection import MachinesInspection
 from mlaunch.engines.caller.launch.timeouts import Patience
-from mlaunch.engines.caller.launch.visitors_of_machines import Lookout
-from mlaunch.engines.wire.member_messages import AskOffer, Offer, Start
+from mlaunch.engines.wire.member_messages import AskOffer, Listen, Offer, Reach, Start
 from mlaunch.protocol import settings
 from mlaunch.protocol import token as tokens
 from mlaunch.protocol.calls import Call
@@ -55,6 +54,7 @@ _OURS = {
 END_TIMEOUT = 2.0  # seconds for the last words of a launch, once its ranks have ended
 M = TypeVar("M", bound=MergedAgent)
 MakesPlan = Callable[[LaunchSpec, dict[int, str]], OutputPlan]
+_ANSWER_TIMEOUT = 60.0  # seconds for machines to tell, some of which may be busy
 
 
 class AllServers:
@@ -73,14 +73,14 @@ class AllServers:
         return "the thread that listens to the machines has ended (a bug in mlaunch?)"
 
     def close(self) -> None:
-        """Waits for the last words of all, after the handle was closed."""
+        """Wait for the last words of all, after the handle was closed."""
         if not self._merged.join(END_TIMEOUT):
             self._machines.kill()
             self._merged.join(END_TIMEOUT)
 
 
 class _MachinesHandle(LaunchHandle):
-    """Hears a MergedAgent: the agents were started by the machines' members, of whose ends it hears otherwise."""
+    """The handle of a MergedAgent. Members have started the agents, and report their ends."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -132,20 +132,18 @@ class MachinesLaunch:
             started.close()
 
     def start_it(self) -> StartedLaunch:
-        """Lets the machines start it. Whoever drives the handle to its end closes that, and then what this returns."""
+        """Make the machines start it. Who drives the handle to its end closes that, and then what this returns."""
         spec, history = self._begin()
-        merged = self._merged(
-            MergedAgent, spec, Patience(spec.grace_period + END_TIMEOUT, spec.seconds, self.placed.lease)
-        )
+        merged = self._merged(MergedAgent, spec, self._patience(spec, spec.seconds))
         relay = Relay(self.output(spec, history.hosts), spec.world_size, self.number.restart_count, ends_come=True)
         servers = AllServers(self.placed, merged)
         handle = _MachinesHandle(spec, servers, merged.channel, relay, history)
-        handle.outcome.hosts, handle.seen_as = history.hosts, merged.lookout.launch.launch_id
+        handle.outcome.hosts, handle.seen_as = history.hosts, merged.inspection.launch.launch_id
         merged.start()
         return StartedLaunch(handle, servers.close)
 
     def _begin(self) -> tuple[LaunchSpec, History]:
-        """Makes the machines start the launch."""
+        """Make the machines start the launch."""
         history = History()
         tell = say if self.options.progress else lambda _text: None
         self.placed.open(self.options.join_timeout, lambda state: tell(f"{self.work.name} waits: {state}"))
@@ -169,10 +167,14 @@ class MachinesLaunch:
 
     def _merged(self, kind: type[M], spec: LaunchSpec, times: Patience) -> M:
         machines = self.placed.machines
-        lookout = Lookout(replace(spec, launch_id=new_launch_id()), machines)  # a machine here may show its own
-        merged = kind(machines, spec.world_size, self.placed.end_of, times, lookout)
+        # With another ID: a machine that is this one shows its part of the launch, too.
+        inspection = MachinesInspection(replace(spec, launch_id=new_launch_id()), machines)
+        merged = kind(machines, spec.world_size, self.placed.end_of, times, inspection)
         merged.parts = self.number.parts
         return merged
+
+    def _patience(self, spec: LaunchSpec, deadline: float | None) -> Patience:
+        return Patience(spec.grace_period + END_TIMEOUT, deadline, self.placed.heartbeat_timeout)
 
     def _order(self) -> AskOffer:
         given = {known.name: getattr(self.options, known.name) for known in fields(self.options)}
@@ -183,7 +185,7 @@ class MachinesLaunch:
         return AskOffer(theirs, self.work.name, cwd, self.work.path)
 
     def _start(self, spec: LaunchSpec, machine: Machine, meet_at: str) -> Start:
-        """Says how a machine starts: it finds the others at the first one."""
+        """Return how a machine starts: it finds the others at the first one."""
         head = self.placed.machines[0].given
         return Start(
             world_size=spec.world_size,
@@ -201,7 +203,7 @@ class MachinesLaunch:
         )
 
     def _context(self) -> Context:
-        """Returns what of this process's surroundings machines need to know."""
+        """Return what of this process's surroundings machines need to know."""
         work, around = self.work, self.work.surroundings
         if around is not None:
             known = settings.without_the_machines(around.settings)
@@ -211,14 +213,14 @@ class MachinesLaunch:
         return Context({}, "", (), work.argv, None, None, os.getpid(), known, source)
 
     def _master_ip(self, head: Offer) -> str:
-        """Returns where the machines meet: as the option says, or on loopback if they are one machine, or there."""
+        """Return where the machines meet: as the option says, or on loopback if they are one machine, or there."""
         if self.options.master_ip != "localhost":
             return self.options.master_ip.strip("[]")
         networks = {machine.given.identity for machine in self.placed.machines}
         return LOOPBACK if len(networks) == 1 else address_for_all(self.placed, self.options.port or head.port)
 
     def _spec(self, prepared: Sequence[Offer]) -> LaunchSpec:
-        """Returns the launch as this process sees it: one machine with all ranks."""
+        """Return the launch as this process sees it: one machine with all ranks."""
         return LaunchSpec(
             launch_id=new_launch_id(),
             call=CallFacts(
@@ -245,13 +247,13 @@ class MachinesLaunch:
 
 
 def with_hosts(plan: OutputPlan, hosts: dict[int, str]) -> OutputPlan:
-    """Returns a plan in which lines tell their ranks' hosts, if there are several."""
+    """Return a plan in which lines tell their ranks' hosts, if there are several."""
     return replace(plan, prefix=HostPrefix(hosts, plan.trial)) if len(set(hosts.values())) > 1 else plan
 
 
 @dataclass
 class HostPrefix:
-    """Names ranks with their hosts: "[n1:0-3,n2:4] "."""
+    """A prefix that names ranks with their hosts: "[n1:0-3,n2:4] "."""
 
     hosts: dict[int, str]
     trial: str = ""  # of a sweep
@@ -265,5 +267,39 @@ class HostPrefix:
 
 
 def _devices(prepared: Sequence[Offer]) -> str:
-    """Returns the names of all ranks' devices on their machines, with commas."""
+    """Return the names of all ranks' devices on their machines, with commas."""
     return ",".join(one.visible_devices or ",".join(map(str, range(one.local_world_size))) for one in prepared)
+
+
+def address_for_all(placed: PlacedMachines, port: int) -> str:
+    """Return the address of the first machine that all others have reached at that port, where it listens meanwhile.
+
+    A machine may have several, of which some lead nowhere from elsewhere: a bridge for containers, a network for
+    storage. Each machine's own part is in ``mlaunch/engines/member/machine_plan.py``.
+
+    Raises:
+        LaunchError: There is none.
+    """
+    if not placed.meets_at:
+        placed.meets_at = _tried(placed, port)
+    return placed.meets_at
+
+
+def _tried(placed: PlacedMachines, port: int) -> str:
+    first, *others = placed.machines
+    offered = first.given.addresses
+    if not placed.ask([first], Listen(port), _ANSWER_TIMEOUT)[0].listens:  # as its agent will say, too
+        return offered[0]
+    told = [one.failures for one in placed.ask(others, Reach(offered, port), _ANSWER_TIMEOUT)]
+    placed.ask([first], Listen(None), _ANSWER_TIMEOUT)
+    for address, *failures in zip(offered, *told, strict=True):
+        if not any(failures):
+            return str(address)
+    # Named is the machine that reached least: it is the one to look at.
+    cut = max(range(len(others)), key=lambda number: sum(map(bool, told[number])))
+    tried = ", ".join(f"{address} ({words})" for address, words in zip(offered, told[cut], strict=True) if words)
+    raise LaunchError(
+        f"host {others[cut].host} does not reach host {first.host} at port {port}: tried {tried}; does a firewall "
+        f"stand between them? Open the port, choose one that is open (port=), or say where others find the first "
+        f"machine (master_ip=)"
+    )

@@ -43,8 +43,10 @@ _NAME, _LINE = 255, 1000  # bytes that are shown of a name, and of a line
 
 
 class Machine:
-    """Owns the descriptors. ``number``: among those of the engine. ``place``, ``rank_start`` and ``prepared`` are set
-    for each launch."""
+    """One that owns its descriptors. ``number``: among those of the engine.
+
+    ``place``, ``rank_start`` and ``prepared`` are set for each launch.
+    """
 
     def __init__(self, number: int, ends: Ends) -> None:
         self.number = number
@@ -77,12 +79,12 @@ class Machine:
         return range(self.rank_start, self.rank_start + self.given.local_world_size)
 
     def ask(self, question: AskOffer | Listen | Reach) -> None:
-        """Sends a question, whose answer bears its number."""
+        """Send a question, whose answer bears its number."""
         self.asked, self.answer = self.asked + 1, None
         self.stream.send(dataclasses.replace(question, number=self.asked))
 
     def greet(self) -> bool:
-        """Takes in the member's first word, if it is there.
+        """Read the member's first word, if it is there.
 
         Raises:
             EOFError: The member has ended without one.
@@ -104,7 +106,7 @@ class Machine:
         return True
 
     def is_silent(self, seconds: float) -> bool:
-        """Tells whether nothing has come for so long, not even what nobody here has read yet.
+        """True if nothing has come for so long, not even what nobody here has read yet.
 
         One that is still being sent something, large arguments over a slow network, has longer.
         """
@@ -118,11 +120,11 @@ class Machine:
             raise LaunchError(
                 f"host {self.host} has {what} {theirs}, and this process has {what} {ours}: functions and values "
                 f"cannot be sent between them; use the same on both (the engine's option python= chooses the "
-                f"interpreter over there)"
+                f"interpreter there)"
             )
 
     def hear_stderr(self) -> bool:
-        """Keeps what has come on its standard error; False once that is closed."""
+        """Keep what has come on its standard error; False once that is closed."""
         try:
             data = os.read(self.stderr, _READ)
         except BlockingIOError:
@@ -146,7 +148,7 @@ class Machine:
         return record
 
     def note_on(self, board: Board, record: Rows | Reports) -> None:
-        """Puts what its board says on that of all ranks."""
+        """Put what its board says on that of all ranks."""
         if isinstance(record, Rows):
             for rank, row in zip(self.ranks, record.rows, strict=True):
                 board.take_row(rank, row, self.shift)
@@ -156,7 +158,7 @@ class Machine:
                     board.ring(rank).add(data)
 
     def last_words(self) -> str:
-        """Returns the end of what it wrote to standard error."""
+        """Return the end of what it wrote to standard error."""
         while self.stderr >= 0 and self._more():
             pass
         return "\n".join(line for line in [*self._tail, shown(self._line)] if line.strip())
@@ -174,20 +176,20 @@ class Machine:
 
 
 def advice(python: str, fate: str, words: str) -> list[str]:
-    """Says what to do about how a member ended that had not started, and what was written then; [] if nobody knows."""
+    """Return what to do about a member that ended before it had started, and wrote these words; [] if nobody knows."""
     if "No module named" in words and "mlaunch" in words:
         install = shlex.join([python, "-m", "pip", "install", f"mlaunch=={_version.__version__}"])
         return [f"mlaunch must be installed there: {install}"]
     if fate.startswith("ssh to ") and fate.endswith("code 255"):  # which is ssh's own
         host = fate.split()[2]
         if not words:  # where ssh itself fails, it says why
-            return [f"mlaunch was probably killed on {host}, by somebody or for want of memory"]
+            return [f"mlaunch was probably killed on {host}, by somebody, or because there was no memory left"]
         return [f"ssh must reach {host} without a question: try `ssh -o BatchMode=yes {host} true` here"]
     return []
 
 
 def last_lines(words: str) -> list[str]:
-    """Returns the last lines, the last one of ours among them: an engine says of an end later, and less."""
+    """Return the last lines, and mlaunch's own last one: an engine says of an end later, and less."""
     lines = words.splitlines()
     ours = [number for number, line in enumerate(lines) if line.startswith("mlaunch: ")][-1:]
     before = [lines[number] for number in ours if number < len(lines) - _WORDS]
@@ -195,5 +197,5 @@ def last_lines(words: str) -> list[str]:
 
 
 def shown(line: bytes) -> str:
-    """Returns a line that another program has written, as a terminal can show it."""
+    """Return a line that another program has written, as a terminal can show it."""
     return printable(line.decode(errors="replace").rstrip(), _LINE)

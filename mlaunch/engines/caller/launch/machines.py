@@ -7,22 +7,163 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout
 from mlaunch.caller import interrupts
-from mlaunch.engines.caller.launch.machine import Machine, advice
-from mlaunch.engines.caller.launch.placed_machines import PlacedMachines, strange
-from mlaunch.engines.caller.lease import Renewal
+from mlaunch.engines.caller.launch.machine import Machine, advice, last_lines
+from mlaunch.engines.caller.launch.timeouts import Heartbeats
 from mlaunch.engines.caller.placement import Placement
-from mlaunch.engines.wire.frame_codes import NoiseError
-from mlaunch.engines.wire.member_messages import Lease, command_of
+from mlaunch.engines.wire.frame_stream import NoiseError
+from mlaunch.engines.wire.member_messages import (
+    AskOffer,
+    Heartbeat,
+    Listen,
+    MemberAnswer,
+    NotPrepared,
+    Offer,
+    Reach,
+    command_of,
+)
 
+MemberQuestion = AskOffer | Listen | Reach
+_LAST_WORDS_TIMEOUT = 2.0  # seconds for what a member that has ended wrote
 _LOOK_DELAY = 0.1  # seconds between questions to the engine
+
+
+class PlacedMachines:
+    """Machines of a launch, held by somebody else: what they are asked, and what is known of one that has ended.
+
+    ``n_gpus``: ranks on each, where a call does not say it; ``heartbeat_timeout``: the engine's.
+    """
+
+    def __init__(self, n_gpus: int | None, heartbeat_timeout: float | None) -> None:
+        self.n_gpus, self.heartbeat_timeout = n_gpus, heartbeat_timeout
+        self.placement: Placement | None = None
+        self.meets_at = ""  # the address of the first that all others reach, once they have tried
+        self.machines: list[Machine] = []
+
+    @property
+    def hosts(self) -> list[str]:
+        """Their names, in the order of their ranks; [] before they are there, and after."""
+        return [machine.host for machine in self.machines]
+
+    def open(self, timeout: float, tell: Callable[[str], None] = lambda _: None) -> None:
+        """Wait until the machines are there; see ``Machines``."""
+
+    def renew(self) -> None:
+        """Make ``open`` get others, where that is possible, if one of them is lost."""
+
+    def preempted(self) -> bool:
+        """True if the engine has taken them for somebody else, or is about to, and would give others."""
+        return False
+
+    def kill(self) -> None:
+        """End all that runs on them."""
+        for machine in self.machines:
+            machine.lost = True
+            machine.stream.hang_up()
+
+    def close(self) -> None:
+        """Give them back, if they are this launch's own."""
+
+    def prepare(self, order: AskOffer, timeout: float) -> None:
+        """Ask all machines what they can give to a launch, which they must say within ``timeout`` seconds.
+
+        Raises:
+            LaunchError: A machine cannot give it, or has ended.
+        """
+        for machine in self.machines:
+            machine.prepared = None
+        self.ask(self.machines, order, timeout)
+        start = 0
+        for place, machine in enumerate(self.machines):
+            machine.place, machine.rank_start = place, start
+            start += len(machine.ranks)
+
+    def ask(self, machines: Sequence[Machine], question: MemberQuestion, timeout: float) -> list[Any]:
+        """Return what these answer, which they must do within ``timeout`` seconds; LaunchError as for ``prepare``."""
+        for machine in machines:
+            asked = self._for(machine, question) if isinstance(question, AskOffer) else question
+            machine.ask(asked)
+        waiting, until = list(machines), time.monotonic() + timeout
+        while waiting:
+            for machine in waiting:
+                self._hear(machine)  # also what came with its first word, which is none of its own
+            waiting = [machine for machine in waiting if machine.answer is None]
+            if waiting:
+                self.wait(waiting, until, timeout)
+        return [machine.answer for machine in machines]
+
+    def _for(self, machine: Machine, order: AskOffer) -> AskOffer:
+        size = self.placement.sizes[machine.number] if self.placement is not None else None
+        given = size or order.options.get("n_gpus") or self.n_gpus
+        return replace(order, options={**order.options, "n_gpus": given})
+
+    def _hear(self, machine: Machine) -> None:
+        try:
+            found = machine.stream.receive()
+        except NoiseError as error:
+            machine.lost = True
+            raise strange(machine, error) from None
+        except EOFError:
+            machine.lost = True
+            fate, words = self.end_of(machine)
+            wrote = "".join(f"\n  it wrote: {line}" for line in last_lines(words))
+            raise LaunchError(f"host {machine.host} was lost: {fate or 'its member has ended'}{wrote}") from None
+        for record, _ in found:
+            if not isinstance(record, MemberAnswer) or record.number != machine.asked:
+                continue  # an answer for a call that was given up before it came
+            if isinstance(record, NotPrepared):
+                raise LaunchError(f"host {machine.host} cannot take part: {record.text}")
+            if isinstance(record, Offer):
+                machine.prepared = record
+                machine.shift = time.monotonic() - record.clock
+            machine.answer = record
+
+    def end_of(self, machine: Machine) -> tuple[str, str]:
+        """Return what the engine says of a member that has ended, and what that wrote last."""
+        # The stream ends before standard error does: srun and ssh say why only then.
+        until = time.monotonic() + _LAST_WORDS_TIMEOUT
+        fate = self.placement.fate(machine.number) if self.placement is not None else ""
+        writer = next((one for one in (machine, *self.machines) if one.writes_here), machine)
+        while writer.stderr >= 0 and time.monotonic() < until:
+            interrupts.wait_readable([writer.stderr], until - time.monotonic())
+            writer.hear_stderr()
+        return fate, writer.last_words()
+
+    def wait(self, machines: Sequence[Machine], until: float, timeout: float) -> None:
+        """Wait until one has said something, until then at most; keep their standard error.
+
+        ``timeout``: the seconds of all, for the error's text.
+        """
+        errors = {machine.stderr: machine for machine in machines if machine.stderr >= 0}
+        fds = [*(machine.stream.fileno() for machine in machines), *errors]
+        left = until - time.monotonic()  # of one that prints without end something can always be read
+        ready = interrupts.wait_readable(fds, left) if left > 0 else []
+        if not ready:
+            for machine in machines:
+                machine.lost = True  # for a call later on, too
+            names = ", ".join(machine.host or f"machine {machine.number}" for machine in machines)
+            words = "\n".join(word for machine in machines if (word := machine.last_words()))
+            raise LaunchTimeout(
+                f"mlaunch has not answered on {names} within join_timeout={timeout:g} s; is it slow to start there, or "
+                f"does something ask for input?" + (words and f" It wrote:\n{words}")
+            )
+        for fd in ready:
+            if fd in errors:
+                errors[fd].hear_stderr()
+
+
+def strange(machine: Machine, error: NoiseError) -> LaunchError:
+    who = f"host {machine.host}" if machine.host else f"machine {machine.number}"
+    return LaunchError(f"{who} {error}{error.hint}")
 
 
 class Machines(PlacedMachines):
     """``place``: an engine's; ``python``: the interpreter there; ``wanted``: how many, None: as the engine has it;
-    ``n_gpus``: ranks on each, where a call does not say it; ``lease``: the engine's."""
+    ``n_gpus``: ranks on each, where a call does not say it; ``heartbeat_timeout``: the engine's."""
 
     def __init__(
         self,
@@ -30,15 +171,15 @@ class Machines(PlacedMachines):
         python: str,
         wanted: int | None,
         n_gpus: int | None,
-        lease: float | None,
+        heartbeat_timeout: float | None,
     ) -> None:
-        super().__init__(n_gpus, lease)
+        super().__init__(n_gpus, heartbeat_timeout)
         self._place, self._python, self._wanted = place, python, wanted
-        self._renewal: Renewal | None = None
+        self._heartbeats: Heartbeats | None = None
         self._leaving = False  # they are being given back
 
     def open(self, timeout: float, tell: Callable[[str], None] = lambda _: None) -> None:
-        """Waits until the machines are there, unless they are, however long a queue takes.
+        """Wait until the machines are there, unless they are, however long a queue takes.
 
         ``timeout``: seconds in which all members must have started then. ``tell``: gets what the machines wait for,
         when that changes.
@@ -58,7 +199,8 @@ class Machines(PlacedMachines):
             raise
 
     def _open(self, timeout: float, tell: Callable[[str], None]) -> None:
-        patience = None if self.lease is None else self.lease + timeout  # it hears of the lease when all are there
+        # Until all are there, as the caller sends no heartbeat before.
+        patience = None if self.heartbeat_timeout is None else self.heartbeat_timeout + timeout
         self.placement = placement = self._place(self._wanted, command_of(self._python, patience))
         _wait_for(placement, timeout, tell)
         self._start_members(placement, timeout)
@@ -73,9 +215,9 @@ class Machines(PlacedMachines):
                 waiting.append(self.machines[-1])
             self.wait(waiting, until, timeout)
             waiting = [machine for machine in waiting if not self._greeted(machine)]
-        if self.lease is not None:
-            record = Lease(self.lease, tuple(placement.farewell))
-            self._renewal = Renewal([machine.stream for machine in self.machines], record)
+        if self.heartbeat_timeout is not None:
+            record = Heartbeat(self.heartbeat_timeout, tuple(placement.farewell))
+            self._heartbeats = Heartbeats([machine.stream for machine in self.machines], record)
 
     def _greeted(self, machine: Machine) -> bool:
         try:
@@ -86,7 +228,7 @@ class Machines(PlacedMachines):
             raise strange(machine, error) from None
 
     def _why_not(self, machine: Machine) -> str:
-        """Says why a member did not start."""
+        """Return why a member did not start, in words."""
         fate, words = self.end_of(machine)
         name = machine.host or f"machine {machine.number}"
         lines = [f"mlaunch did not start on {name}" + (f": {fate}" if fate else "")]
@@ -94,40 +236,40 @@ class Machines(PlacedMachines):
         return "\n".join([*lines, *advice(self._python, fate, words)])
 
     def renew(self) -> None:
-        """Gives the machines back if one of them is lost, so that ``open`` gets others."""
+        """Give the machines back if one of them is lost, so that ``open`` gets others."""
         if self._leaving or any(machine.lost for machine in self.machines):
             self._give_back()
 
     def preempted(self) -> bool:
-        """Tells whether the engine has taken them for somebody else, or is about to, and would give others."""
+        """True if the engine has taken them for somebody else, or is about to, and would give others."""
         return self.placement is not None and self.placement.preempted()
 
     def kill(self) -> None:
-        """Ends all that runs on them."""
+        """End all that runs on them."""
         if self.placement is not None:
             self.placement.cancel()
         self.placement = None
 
     def close(self) -> None:
-        """Gives them back. May be called again, also after it was interrupted; ``open`` gets others."""
+        """Give them back. May be called again, also after it was interrupted; ``open`` gets others."""
         self._give_back()
 
     def _give_back(self) -> None:
-        """Forgets each only when that is done, lest an interrupt leave it with nobody."""
+        """Give them back, and forget each only then: an interrupt must not leave one with nobody."""
         self._leaving = True
-        if self._renewal is not None:
-            self._renewal.close()
+        if self._heartbeats is not None:
+            self._heartbeats.close()
         for machine in self.machines:
             machine.close()
         if self.placement is not None:
             self.placement.cancel()
-        self.machines, self.placement, self._renewal, self.meets_at = [], None, None, ""
+        self.machines, self.placement, self._heartbeats, self.meets_at = [], None, None, ""
         self._leaving = False
         atexit.unregister(self.close)
 
 
 def _wait_for(placement: Placement, timeout: float, tell: Callable[[str], None]) -> None:
-    """Waits until the machines are there: for ``timeout`` seconds at most where they are not in a queue."""
+    """Wait until the machines are there: for ``timeout`` seconds at most where they are not in a queue."""
     told, until = "", math.inf
     while state := placement.state():
         if state != told:
@@ -143,5 +285,5 @@ def _wait_for(placement: Placement, timeout: float, tell: Callable[[str], None])
 
 
 def say(text: str) -> None:
-    """Tells people what a call waits for."""
+    """Tell people what a call waits for."""
     print(f"mlaunch: {text}", file=sys.stderr, flush=True)

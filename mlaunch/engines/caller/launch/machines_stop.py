@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING
 
 from mlaunch.agreed_stop.wire import (
     NAME,
@@ -19,8 +20,11 @@ from mlaunch.agreed_stop.wire import (
 )
 from mlaunch.base.text import printable
 from mlaunch.engines.caller.launch.machine import Machine
-from mlaunch.engines.caller.launch.visitors_of_machines import Lookout
-from mlaunch.protocol.messages import AgentSays, ForPart, PartSays
+from mlaunch.engines.caller.launch.machines_inspection import MachinesInspection
+from mlaunch.protocol.messages import ForPart, PartSays
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages import AgentSays
 
 _REASON = 100  # bytes
 
@@ -29,14 +33,16 @@ class MachinesStop:
     """Each machine's agent freezes its own ranks, and reminds and ends them if they do not stop.
 
     ``there``: the machines that have not ended, by descriptor; ``tell``: passes a record to the launch's handle;
-    ``lookout``: hears those who ask by ``mlaunch stop``.
+    ``inspection``: receives those who ask by ``mlaunch stop``.
     """
 
-    def __init__(self, there: Mapping[int, Machine], tell: Callable[[AgentSays], None], lookout: Lookout) -> None:
+    def __init__(
+        self, there: Mapping[int, Machine], tell: Callable[[AgentSays], None], inspection: MachinesInspection
+    ) -> None:
         self._there = there
         self._tell = tell
-        self._lookout = lookout
-        self._terms = terms_of(lookout.launch.sections)
+        self._inspection = inspection
+        self._terms = terms_of(inspection.launch.sections)
         self._agreed: AgreedStop | None = None
         self._call, self._reason, self._asked = 0, "", 0.0
 
@@ -46,7 +52,7 @@ class MachinesStop:
 
     def end_call(self) -> None:
         """Tell those who asked for its stop that it is over."""
-        self._lookout.end_request()
+        self._inspection.end_request()
         self._agreed = None
 
     def ask(self, reason: str, call: int, by: int | None = None) -> None:
@@ -63,13 +69,13 @@ class MachinesStop:
             The process that wants the launch to end at once, or whose request no rank would notice; None: there is
             none.
         """
-        if (asked_by := self._lookout.take_request()) is not None:
+        if (asked_by := self._inspection.take_request()) is not None:
             self.ask("asked", self._call, None if self._terms.expected else asked_by)
         agreed = self._agreed
         if agreed is not None and agreed.take_steps() and agreed.look is not None:
             self._tell(PartSays(NAME, StopAgreed(self._reason, self._asked, agreed.look)))
         unused_by = agreed.asked_by if agreed is not None and agreed.unused else None
-        return unused_by if self._lookout.stopped_by is None else self._lookout.stopped_by
+        return unused_by if self._inspection.stopped_by is None else self._inspection.stopped_by
 
     def take(self, machine: Machine, news: object) -> bool:
         """Take in that a machine's ranks wait, or that a signal has come there which asks all ranks to stop.

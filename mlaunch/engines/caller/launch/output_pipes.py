@@ -33,14 +33,14 @@ class Backlog:
 
     @property
     def full(self) -> bool:
-        """Whether machines must wait until people have read more."""
+        """True if machines must wait until people have read more."""
         return self.limit is not None and self._holds_more_than(self.limit)
 
     def _holds_more_than(self, size: int) -> bool:
         return sum(len(pipe.waiting) for pipe in self._pipes.values()) > size
 
     def open(self, rank: int, streams: Iterable[int]) -> list[int]:
-        """Makes pipes for a rank's streams; returns their reading ends, which the receiver owns."""
+        """Make pipes for a rank's streams; return their reading ends, which the receiver owns."""
         readers = []
         for stream in streams:
             reader, writer = os.pipe()
@@ -51,7 +51,7 @@ class Backlog:
         return readers
 
     def add(self, rank: int, stream: int, data: bytes) -> None:
-        """Adds what a rank has printed; b"": it will print no more."""
+        """Add what a rank has printed; b"": it will print no more."""
         pipe = self._pipes.get((rank, stream))
         if pipe is None:  # nobody reads it any more
             return
@@ -66,13 +66,13 @@ class Backlog:
         self._write(rank, stream)
 
     def end(self, ranks: Collection[int]) -> None:
-        """Notes that these will print no more."""
+        """Note that these will print no more."""
         for rank, stream in list(self._pipes):
             if rank in ranks:
                 self.add(rank, stream, b"")
 
     def wait(self, other: int) -> bool:
-        """Waits until a pipe takes more; True if another descriptor can be read."""
+        """Wait until a pipe takes more; True if another descriptor can be read."""
         poll = select.poll()
         poll.register(other, select.POLLIN)
         for fd in self.blocked():
@@ -80,19 +80,19 @@ class Backlog:
         return other in {fd for fd, _ in poll.poll()}
 
     def ends(self) -> dict[tuple[int, int], int]:
-        """Returns for each pipe where what has been added until now ends."""
+        """Return for each pipe where what has been added until now ends."""
         return {key: pipe.written + len(pipe.waiting) for key, pipe in self._pipes.items()}
 
     def is_past(self, ends: Mapping[tuple[int, int], int]) -> bool:
-        """Tells whether all pipes have taken what ended there."""
+        """True if all pipes have taken what ended there."""
         return all(self._pipes[key].written >= end for key, end in ends.items() if key in self._pipes)
 
     def blocked(self) -> list[int]:
-        """Returns the descriptors that must take more before ``flush`` can go on."""
+        """Return the descriptors that must take more before ``flush`` can go on."""
         return [pipe.fd for pipe in self._pipes.values() if pipe.waiting]
 
     def flush(self) -> None:
-        """Writes what can be written without waiting."""
+        """Write what can be written without waiting."""
         for rank, stream in list(self._pipes):
             self._write(rank, stream)
 
@@ -111,7 +111,7 @@ class Backlog:
             os.close(self._pipes.pop((rank, stream)).fd)
 
     def see_out(self, ranks: Collection[int], other: int, hear: Callable[[], bool]) -> None:
-        """Passes on what ranks printed last, to whose end its reader reads, and closes.
+        """Pass on what ranks printed last, to whose end its reader reads, and close.
 
         ``hear``: takes in what comes at ``other``; False: nobody reads any more.
         """
@@ -126,7 +126,7 @@ class Backlog:
         self.close()
 
     def close(self) -> None:
-        """Closes all; what nobody reads by now is dropped."""
+        """Close all; what nobody reads by now is dropped."""
         for pipe in self._pipes.values():
             os.close(pipe.fd)
         self._pipes.clear()

@@ -1,46 +1,92 @@
-"""The times at which the thread that hears the machines of a launch must act though nothing has come."""
+"""Heartbeats between a caller and its machines, and the other times at which it must act though nothing has come.
+
+The caller sends heartbeats, and machines that hear none leave. The end of a stream tells of a caller that ends, and of
+most that are killed. It does not tell of one whose machine lost its power or its network: no packet comes then, for
+hours if nobody asks.
+"""
 
 from __future__ import annotations
 
 import math
+import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from mlaunch.engines.caller.launch.machine import Machine
-from mlaunch.engines.caller.lease import interval
+from mlaunch.engines.wire.member_messages import Heartbeat
 from mlaunch.protocol.messages import PartSays
 
+if TYPE_CHECKING:
+    from mlaunch.engines.wire.member_streams import CallersStream
+
+
+BEATS = 5  # heartbeats in the time after which a machine leaves, at least
+_LONGEST = 10.0  # seconds between two: they also tell of a machine that does not answer
 EndOf = Callable[[Machine], tuple[str, str]]  # what the engine knows of it, and what its member wrote last
-_MISSED = 2.5  # signs of life without an answer
+_MISSED = 2.5  # heartbeats without an answer
+
+
+def interval(heartbeat_timeout: float) -> float:
+    """Return the seconds from one heartbeat to the next."""
+    return min(heartbeat_timeout / BEATS, _LONGEST)
+
+
+class Heartbeats:
+    """A thread of the caller that sends them when they are due. The streams must outlive it."""
+
+    def __init__(self, streams: Sequence[CallersStream], heartbeat: Heartbeat) -> None:
+        self._streams = streams
+        self._heartbeat = heartbeat
+        self._closed = threading.Event()
+        # A thread: between calls nobody in this process reads from the machines, or writes to them.
+        self._thread = threading.Thread(target=self._run, name="mlaunch-heartbeat", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            for stream in self._streams:
+                if stream.unsent:  # else what is on its way shows it, too
+                    stream.flush()
+                else:
+                    stream.send(self._heartbeat)
+            if self._closed.wait(interval(self._heartbeat.timeout)):
+                return
+
+    def close(self) -> None:
+        """End the thread. May be called in a fork, which has no such thread."""
+        self._closed.set()
+        self._thread.join()
 
 
 class Patience:
     """The time limits of one launch, in seconds.
 
-    ``patience``: to wait for a machine's ranks once another machine reports that machine lost. ``deadline``: after it,
-    unread output no longer delays the launch; None: it does until the end. ``lease``: the engine's, which says how
-    often machines are asked for an answer; None: they are not.
+    Args:
+        patience: To wait for a machine's ranks once another machine reports that machine lost.
+        deadline: After it, unread output no longer delays the launch; None: it does until the end.
+        heartbeat_timeout: The engine's, which says how often machines are asked for an answer; None: they are not.
     """
 
-    def __init__(self, patience: float, deadline: float | None, lease: float | None = None) -> None:
+    def __init__(self, patience: float, deadline: float | None, heartbeat_timeout: float | None = None) -> None:
         self._patience = patience
         self._give_up_at = math.inf
         self._lift_at = math.inf if deadline is None else time.monotonic() + deadline
-        self._silence = math.inf if lease is None else interval(lease) * _MISSED
+        self._silence = math.inf if heartbeat_timeout is None else interval(heartbeat_timeout) * _MISSED
         self._look_at = time.monotonic() + self._silence
         self._silent = set[int]()  # numbers of machines of which it was told
 
     def milliseconds(self, other: float) -> float | None:
-        """Returns how long a poll may take, if something else is due at ``other``; None: for ever."""
+        """Return how long a poll may take, if something else is due at ``other``; None: for ever."""
         due = min(self._give_up_at, self._lift_at, self._look_at, other)
         return None if due == math.inf else 1000 * max(0.0, due - time.monotonic())
 
     def begin_to_give_up(self) -> None:
-        """Notes that others say that a machine is lost."""
+        """Note that others say that a machine is lost."""
         self._give_up_at = min(self._give_up_at, time.monotonic() + self._patience)
 
     def take_due(self) -> tuple[bool, bool]:
-        """Tells whether to give up, and whether the deadline has passed; each once."""
+        """Return whether to give up, and whether the deadline has passed; each is True once."""
         now = time.monotonic()
         gives_up, lifts = now >= self._give_up_at, now >= self._lift_at
         self._give_up_at = math.inf if gives_up else self._give_up_at
@@ -48,7 +94,7 @@ class Patience:
         return gives_up, lifts
 
     def news(self, machines: Collection[Machine], end_of: EndOf) -> Iterator[PartSays]:
-        """Yields what is to be told of machines that do not answer any more, of each once until it does."""
+        """Yield what is to be told of machines that do not answer any more, of each once until it does."""
         if time.monotonic() < self._look_at:
             return
         self._look_at = time.monotonic() + self._silence

@@ -1,4 +1,4 @@
-"""Answers ``mlaunch ps`` and ``stacks`` here for a launch whose ranks are on other machines, by asking there."""
+"""Answers to ``mlaunch ps``, ``why`` and ``stacks`` here for a launch on other machines, whose agents are asked."""
 
 from __future__ import annotations
 
@@ -10,38 +10,40 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlaunch.agreed_stop import wire as agreed_stop
 from mlaunch.base.fds import close_in_forks
 from mlaunch.base.linux import working_directory
 from mlaunch.engines.caller.launch.machine import Machine
-from mlaunch.engines.wire.member_messages import Look
 from mlaunch.protocol import registry
-from mlaunch.protocol.messages import AgentHears, AgentsEnd, Question
+from mlaunch.protocol.messages import Question
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.protocol.visitors import Reception, answer, tell_launcher
+
+if TYPE_CHECKING:
+    from mlaunch.protocol.messages import AgentHears, AgentsEnd
 
 _ID_SHOWN = 8
 _PATIENCE = 3.0  # seconds for the machines to answer: a visitor waits for five
 
 
 @dataclass
-class _Question:
+class _Asked:
     tell: Callable[[Mapping[str, Any]], None]
     due: float  # when it is answered with what there is, in monotonic seconds
     missing: set[int]  # numbers of the machines that have not answered
     found: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # their ranks
 
 
-class Lookout:
-    """Of one launch. It belongs to the thread that hears the machines."""
+class MachinesInspection:
+    """The answers of one launch. They belong to the thread that hears the machines."""
 
     def __init__(self, spec: LaunchSpec, machines: Sequence[Machine]) -> None:
         self._spec = spec
         self._machines = machines
         self._start = time.monotonic()
-        self._questions: dict[int, _Question] = {}
+        self._questions: dict[int, _Asked] = {}
         self._asked = 0
         self._cwd = working_directory()
         self._environ = dict(os.environ)
@@ -72,20 +74,20 @@ class Lookout:
         return self._spec
 
     def take_request(self) -> int | None:
-        """Returns the process that asks for a stop at a step that the ranks agree on, once; None: none does."""
+        """Return the process that asks for a stop at a step that the ranks agree on, once; None: none does."""
         request = self._reception.take_request()
         return request[1] if request is not None and request[0] == agreed_stop.NAME else None
 
     def end_request(self) -> None:
-        """Tells who asked for it that the call has stopped, where the ranks stay."""
+        """Tell those who asked for it that the call has stopped, where the ranks stay."""
         self._reception.let_stoppers_go()
 
     def fds(self) -> list[int]:
-        """Returns what is to be watched."""
+        """Return what is to be watched."""
         return self._reception.fds()
 
     def serve(self, ready: Collection[int], there: Sequence[Machine]) -> None:
-        """Asks the machines that are ``there`` what visitors want to know; answers what has waited too long."""
+        """Ask the machines that are ``there`` what visitors want to know; answer what has waited too long."""
         for visitor, word in self._reception.take(ready):
             self.ask(word, there, functools.partial(answer, visitor))
         for visitor, _, _ in self._reception.take_guests():  # who debugs
@@ -94,7 +96,7 @@ class Lookout:
             self._finish(number)
 
     def _no_debugger(self) -> str:
-        """Says why nobody debugs ranks from here."""
+        """Return why nobody debugs ranks from here, in words."""
         hosts = ", ".join(sorted({machine.host for machine in self._machines}))
         return (
             f"the ranks of {self._spec.call.name} were started by an engine on {hosts}, which mlaunch debug does not "
@@ -102,21 +104,21 @@ class Lookout:
         )
 
     def obey(self, record: AgentHears, there: Sequence[Machine], launcher: AgentsEnd) -> bool:
-        """Tells the launch's handle what the record asks for; False if the record is about something else."""
+        """Tell the launch's handle what the record asks for; False if the record is about something else."""
         if isinstance(record, Question) and isinstance(record.about, bytes):
             self.ask(record.about, there, functools.partial(tell_launcher, launcher, record.number))
         return isinstance(record, Question)
 
     def ask(self, word: bytes, there: Sequence[Machine], tell: Callable[[Mapping[str, Any]], None]) -> None:
-        """Asks the machines that are ``there``; ``tell`` gets the status of all."""
+        """Ask the machines that are ``there``; ``tell`` gets the status of all."""
         self._asked += 1
         numbers = {machine.number for machine in there}
-        self._questions[self._asked] = _Question(tell, time.monotonic() + _PATIENCE, numbers)
+        self._questions[self._asked] = _Asked(tell, time.monotonic() + _PATIENCE, numbers)
         for machine in there:
-            machine.stream.send(Look(self._asked, word))
+            machine.stream.send(Question(self._asked, word))
 
     def take(self, machine: Machine, number: int, content: int) -> None:
-        """Takes what a machine answers. ``content``: a file with its status in JSON; -1: none."""
+        """Take what a machine answers. ``content``: a file with its status in JSON; -1: none."""
         question = self._questions.get(number)
         if question is None:  # it came too late
             return
@@ -129,7 +131,7 @@ class Lookout:
             self._finish(number)
 
     def close(self) -> None:
-        """Answers those who still wait, and is found no more."""
+        """Answer those who still wait; nobody finds the launch from now on."""
         for number in list(self._questions):
             self._finish(number)
         self._reception.close()
@@ -138,7 +140,7 @@ class Lookout:
         question = self._questions.pop(number)
         question.tell(self._status(question))
 
-    def _status(self, question: _Question) -> dict[str, Any]:
+    def _status(self, question: _Asked) -> dict[str, Any]:
         ranks = []
         for machine in self._machines:
             known = question.found.get(machine.number) or [self._unknown(rank, machine) for rank in machine.ranks]

@@ -1,0 +1,72 @@
+"""A machine's side of the heartbeat: a machine that receives nothing from its caller in time leaves.
+
+The caller's side, and why one is needed, is in ``mlaunch/engines/caller/launch/timeouts.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from mlaunch.base import linux
+from mlaunch.engines.wire.member_messages import Heartbeat
+
+if TYPE_CHECKING:
+    from mlaunch.engines.wire.member_streams import MembersStream
+
+_FAREWELL_TIMEOUT = 60.0  # seconds for the command that gives the machines back
+_FAREWELLS, _FAREWELL_DELAY = 60, 5.0  # how often they are given back, and seconds between; a controller may be away
+_OTHERS_DELAY = 1.0  # seconds for the other machines to say why they leave, too, before all are given back
+
+
+class CallersHeartbeat:
+    """The caller's heartbeat. ``last``: what came last; None: nothing has, and the machine stays."""
+
+    def __init__(self, stream: MembersStream) -> None:
+        self._stream = stream
+        self._told = False
+        self.last: Heartbeat | None = None
+
+    @property
+    def left(self) -> float:
+        """The seconds until the caller counts as lost, unless something comes."""
+        return math.inf if self.last is None else self._stream.heard_at + self.last.timeout - time.monotonic()
+
+    @property
+    def over(self) -> bool:
+        """True if nothing has come in time, not even what this process was too busy to read."""
+        return self.left <= 0 and not linux.wait_readable([self._stream.incoming], 0.0)
+
+    def milliseconds(self) -> float | None:
+        """Return how long a poll may take; None: for ever."""
+        return None if self.last is None else 1000 * max(0.0, self.left)
+
+    def tell(self) -> None:
+        """Say why this machine leaves, once."""
+        if self.last is None or self._told:
+            return
+        self._told = True
+        text = f"mlaunch: nothing has come from the caller for {self.last.timeout:g} s, so this machine leaves"
+        print(text, file=sys.stderr, flush=True)
+
+    def leave(self) -> None:
+        """Say why, and give the machines back. Called once nothing of the launch is left here."""
+        self.tell()
+        if self.last is not None and self.last.farewell:
+            time.sleep(_OTHERS_DELAY)
+            for _ in range(_FAREWELLS):
+                # By this process, since the caller that would give the machines back is gone.
+                with contextlib.suppress(subprocess.SubprocessError):
+                    subprocess.run(
+                        self.last.farewell,
+                        check=True,
+                        stdin=subprocess.DEVNULL,
+                        stdout=sys.stderr,
+                        timeout=_FAREWELL_TIMEOUT,
+                    )
+                    return
+                time.sleep(_FAREWELL_DELAY)
