@@ -50,8 +50,7 @@ if TYPE_CHECKING:
     )
     from mlaunch.rank.for_users.current_device import device
     from mlaunch.rank.for_users.logs import RankZeroFilter
-    from mlaunch.rank.for_users.progress import progress, step
-    from mlaunch.rank.for_users.reporting import report
+    from mlaunch.rank.for_users.progress import progress, report, step
     from mlaunch.sweeps.caller.run_future import Run
     from mlaunch.sweeps.caller.sweep import Sweep
 
@@ -70,8 +69,7 @@ _NAMES = {
     "mlaunch.compat.rank.join": "init_process_group join join_from_env join_from_openmpi join_from_slurm "
     "join_from_torch",
     "mlaunch.rank.for_users.logs": "RankZeroFilter",
-    "mlaunch.rank.for_users.progress": "progress step",
-    "mlaunch.rank.for_users.reporting": "report",
+    "mlaunch.rank.for_users.progress": "progress report step",
     "mlaunch.agreed_stop.rank": "stopping",
     "mlaunch.compat.rank.client": "Client",
     "mlaunch.compat.caller.server": "Server",

@@ -1,1 +1,1 @@
-"""Runs in a rank, a process of a launch; ``join`` and ``recognise`` also in the ranks of other launchers."""
+"""Code of ranks, the processes of a launch. ``joining`` also runs in the ranks of other launchers."""

@@ -1,4 +1,4 @@
-"""What all ranks do: take over their caller's surroundings, answer on their descriptors, and say how they fail."""
+"""The base of all ranks: they take over their caller's surroundings, answer, and report failures."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _EXIT_TEXT = 8192  # bytes of what sys.exit is given
 
 @frozen_record
 class RankArgs:
-    """What a rank gets from its agent: who it is, where the others are, the ways back."""
+    """What a rank gets from its agent: its place, where the others are, the channels back."""
 
     spec: LaunchSpec
     local_rank: int
@@ -63,12 +63,12 @@ class RankArgs:
 
 
 class Task(NamedTuple):
-    """One call as a rank holds it. ``call`` None: the rank has it in memory."""
+    """A call, as a rank holds it. ``call`` None: the rank has it in memory."""
 
     number: int
     call: Payload | None
     errand: Errand = Errand.RUN
-    from_launcher: bool = False  # which gets a small value without the agent
+    from_launcher: bool = False  # True: a small value goes back without the agent
 
 
 class Rank:
@@ -77,25 +77,24 @@ class Rank:
     def __init__(self, args: RankArgs) -> None:
         self._args = args
         self._spec = args.spec
-        self._pid = os.getpid()  # a fork that returns from the function would answer as if it were the rank
+        self._pid = os.getpid()  # a fork that returns from the function must not answer as if it were the rank
         self._who = self._named()
         self._device = args.spec.devices.type
         self._parts: RankParts | None = None  # of the launch's features
-        self._is_fork = False  # this is not the rank but a process that it forked, which came back through its code
+        self._is_fork = False  # True in a process that the rank forked, and that came back through the rank's code
         self._task: Task | None = None
         self._answer_fd = -1  # the memfd for large answers
-        ways = [args.channel.fileno(), *args.results.ways()]
-        self._kept = linux.identities(ways)  # what it answers on
+        self._kept = linux.identities([args.channel.fileno(), *args.results.ways()])  # the rank answers on these
         in_forks(self._disown)
 
     def _named(self) -> str:
-        """Names this process after its launch; returns what messages call it."""
+        """Name this process after its launch; return what messages call it."""
         role = f"rank {self._spec.rank(self._args.local_rank)}"
         name_process(role, self._spec.call.name)
         return f"{role} of {self._spec.call.name}"
 
     def _begin_parts(self) -> None:
-        """Has the launch's features act, before anything else of this process does."""
+        """Make the parts of the launch's features, which act before anything else in this process."""
         from mlaunch.core.load import RankParts  # which most launches do not need
 
         self._parts = RankParts(self._spec, self._args.local_rank, self._args.pipes)
@@ -103,7 +102,7 @@ class Rank:
         self._args.results.board.note_place(self._args.local_rank, self._parts.place)
 
     def live(self) -> int:
-        """Lives a rank's life; returns the exit code."""
+        """Live a rank's life; return the exit code."""
         raise NotImplementedError
 
     def _enter(self, phase: Phase) -> None:
@@ -115,14 +114,16 @@ class Rank:
         return self._args.results.board[self._args.local_rank]
 
     def _take_surroundings(self, environ: dict[str, str]) -> None:
-        """Takes over those of the caller, and sets the handlers by which the agent asks."""
+        """Take over the caller's surroundings, and answer the agent's questions from now on."""
         args, context = self._args, self._spec.context
-        faulthandler.enable(linux.aside(args.crash_fd))  # which is written to without a look, whatever it has become
+        faulthandler.enable(
+            linux.aside(args.crash_fd)
+        )  # aside: written to unchecked, even if user code has reused the number
         stack_dump.answer_requests(linux.aside(args.stack_fd))
         process.leave_to_caller(self._spec.callers_signals)
         process.set_environ(environ)
         os.chdir(context.cwd)
-        # Where its children look for a script with a relative path.
+        # Its children look here for a script with a relative path.
         multiprocessing.process.ORIGINAL_DIR = context.cwd  # type: ignore[attr-defined]
         if context.authkey:
             multiprocessing.current_process().authkey = context.authkey
@@ -140,7 +141,7 @@ class Rank:
     # Calls
 
     def _next_task(self) -> Task | None:
-        """Waits for the next call; None if the agent has released this rank."""
+        """Wait for the next call; None if the agent has released this rank."""
         record, fds = self._hear()
         match record:
             case (number, data):
@@ -154,11 +155,11 @@ class Rank:
         return self._task
 
     def _task_of(self, record: RunCall, fds: list[int]) -> Task:
-        """Returns the call that the agent has sent, after what came beside it has been taken in."""
+        """Return the call that the agent has sent; take what came beside it."""
         # In the order in which the agent has appended them: the call, what is held, the file for answers.
         call_fd = fds.pop(0) if record.attached else -1
         held = record.details.held if record.details is not None else 0
-        for fd in fds[:held]:  # until this process ends, out of the way of the user's
+        for fd in fds[:held]:  # kept until this process ends, at numbers that the user's files do not get
             if linux.aside(fd) != fd:
                 os.close(fd)
         fds = fds[held:]
@@ -170,14 +171,14 @@ class Rank:
         return Task(record.number, call, record.errand)
 
     def _learn(self, details: Details) -> None:
-        """Takes in, as a rank that was prepared, what its launch is about."""
+        """Take the details of the launch that a prepared rank has been given."""
         self._spec = with_details(self._spec, details)
         self._who = self._named()
         sys.argv[:] = details.argv
         os.environ.update(details.environ)
 
     def _hear(self) -> tuple[RunCall | Release | DirectCall, list[int]]:
-        """Waits for the next record that is not about where to write."""
+        """Wait for the next record other than a file for answers."""
         while True:
             try:
                 record, fds = self._args.channel.receive()
@@ -188,8 +189,8 @@ class Rank:
             self._take_answer_fd(*fds)
 
     def _take_answer_fd(self, fd: int) -> None:
-        """Takes a memfd for answers instead of the last one, which may be mapped."""
-        # The caller maps the last answer: its values would change under the user if it were written to again.
+        """Take a new memfd for answers in place of the last one."""
+        # The caller may have mapped the last one: its values would change under the user.
         was, self._answer_fd = self._answer_fd, fd
         if was >= 0:
             del self._kept[was]
@@ -197,11 +198,11 @@ class Rank:
         self._kept[fd] = linux.identity(fd)
 
     def _answer(self, kind: AnswerKind, content: Any, *, consequence: bool = False) -> None:
-        """Sends an answer on its queue, with the content; a large one goes into the memfd before."""
+        """Send an answer on its queue, with the content; a large one goes into the memfd before."""
         task = self._task or self._next_task()  # a rank that fails before a call has come answers the first one
         if task is None:
             return
-        # Before the descriptors are looked at: a __reduce__ is user code, and may close them.
+        # Before the descriptors are checked: a __reduce__ is user code, and may close them.
         data = payload.answer(content, self._memfd, most=ANSWER_LIMIT, to_caller=kind is AnswerKind.VALUE)
         self._check_descriptors()
         self._seal()
@@ -212,40 +213,39 @@ class Rank:
             results.answer(Answer(rank, task.number, kind, consequence, stale, data), direct=task.from_launcher)
 
     def _memfd(self) -> int:
-        """Returns where to write what is too large for the queue."""
+        """Return where to write what is too large for the queue."""
         self._check_descriptors()
         return self._answer_fd
 
     def _seal(self) -> None:
-        """Called when the answer is complete: from now on a call-back must not replace it."""
+        """Keep call-backs from replacing the answer, which is complete now."""
 
     def _stale(self) -> str:
-        """Names the modules of this rank, with commas and times, whose files are newer than what it runs."""
+        """Return the modules whose files are newer than what runs here, with their times, separated by commas."""
         return ""
 
     def _disown(self) -> None:
-        """Takes what a rank answers with from a fork of it, which would share even the place that it writes to."""
+        """Close, in a fork of the rank, what the rank answers on, even the position in a file."""
         self._is_fork = True
-        null = os.open(os.devnull, os.O_RDWR)  # not closed: no file of the fork's may get these numbers
+        null = os.open(os.devnull, os.O_RDWR)  # in place of them: no file of the fork may get these numbers
         for fd, kept in self._kept.items():
             if linux.identity(fd) == kept:
                 os.dup2(null, fd, inheritable=False)
         os.close(null)
 
     def _check_descriptors(self) -> None:
-        """Ends a process that must not answer: a fork of the rank, or a rank whose descriptors are no longer ours."""
+        """End a process that must not answer: a fork of the rank, or a rank whose descriptors are no longer ours."""
         if self._is_fork or os.getpid() != self._pid:
             _end(f"process {os.getpid()}, a fork of {self._who}, has returned from the function as if it were the "
                  f"rank; it is ended here and its value is dropped. End such a process with os._exit()")  # fmt: skip
-        # os.closerange is common in code that makes daemons, and what stands at the number then is a file of the
-        # user's.
+        # os.closerange is common in code that makes daemons; a file of the user may have the number then.
         if linux.identities(self._kept) != self._kept:
             self._enter(Phase.SEVERED)
             _end(f"{self._who} cannot answer: its function closed file descriptors that belong to mlaunch "
                  f"(os.closerange?); close only those that it opened")  # fmt: skip
 
     def _note_exit(self, leaving: SystemExit) -> None:
-        """Leaves the text of ``sys.exit("text")`` for the report, where a crash leaves its stacks."""
+        """Leave the text of ``sys.exit("text")`` for the report, where a crash leaves its stacks."""
         if self._is_fork or leaving.code is None or isinstance(leaving.code, int):
             return
         fd, text = self._args.crash_fd, first_bytes(f"SystemExit: {leaving.code}", _EXIT_TEXT)
@@ -256,15 +256,15 @@ class Rank:
                 os.write(fd, f"{text}\n".encode())
 
     def _report(self, error: BaseException, *, kind: AnswerKind = AnswerKind.ERROR) -> None:
-        """Answers with an exception, and stays until the others are stopped, whose collectives its end would break."""
+        """Answer with an exception, and stay until the others are stopped: to end now would break their collectives."""
         self._tell(error, kind)
         self._hear()
 
     def _tell(self, error: BaseException, kind: AnswerKind, *, consequence: bool = False) -> None:
-        """Answers with an exception."""
+        """Answer with an exception."""
         phase = self._phase
         self._enter(Phase.FAILING)
-        # a script's classes are not the caller's
+        # The caller has no class of a script.
         catchable = kind is AnswerKind.ERROR and isinstance(error, Exception) and self._spec.target is None
         remote = remote_error.describe(error, phase, self._device, catchable=catchable)
         self._answer(kind, remote, consequence=consequence or remote_error.is_consequence(remote))

@@ -1,10 +1,10 @@
-"""A rank that runs functions which its caller sends.
+"""The life of a rank that runs functions which its caller sends.
 
     becoming a rank      starting -> binding its device -> joining the process group
     answering a call     receiving -> running -> sending its value -> waiting for the others to return
     leaving              shutting down
 
-The answer goes through the result queue, its content through the call's memfd. Everything here runs in the rank.
+The answer goes through the result queue; content that is too large for that, through the call's memfd.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from mlaunch.protocol.spec import Details
 from mlaunch.rank import slow_imports, unreadable_call
 from mlaunch.rank.base import Rank, RankArgs, Task
 from mlaunch.rank.for_users import current_device
-from mlaunch.rank.setup import device, environment, group, main_module, process, stand_ins
-from mlaunch.rank.setup.breakpoint_hook import LateHook
+from mlaunch.rank.setup import device, environment, group, interpreter, process
 from mlaunch.rank.setup.process import StampedFile
 from mlaunch.rendezvous import tcp_store
 from mlaunch.torch_parts import process_groups
@@ -43,7 +42,7 @@ _until_exit: list[object] = []
 
 
 class FunctionRank(Rank):
-    """Its life is a loop over calls; today's launches send one."""
+    """A rank whose life is a loop over calls. A launch sends one, unless its ranks stay."""
 
     # Until all of its machine have answered: gloo lets a rank out of new_group while others still greet it, and the
     # end of one broke their group (1 call of 150 with 4 ranks on 2 busy cores).
@@ -56,7 +55,7 @@ class FunctionRank(Rank):
         self._cores: set[int] = set()  # where it may run, while it waits on one
 
     def live(self) -> int:
-        """Becomes a rank, answers calls until it is released, leaves. Returns the exit code."""
+        """Become a rank, answer calls until released, leave. Return the exit code."""
         try:
             self._become_rank()
             if not self._spec.prepared:
@@ -74,7 +73,7 @@ class FunctionRank(Rank):
         return 0
 
     def _end_by(self, leaving: SystemExit) -> int:
-        """Ends as sys.exit wishes; but success outside of the function (in a ``__reduce__``, a module) is a failure."""
+        """Return the exit code of sys.exit; 0 outside of the function (in a ``__reduce__``, a module) is a failure."""
         code = process.exit_code(leaving)
         if code == 0 and self._phase not in {Phase.RUNNING, Phase.LEAVING}:
             return self._end_failed(leaving)
@@ -101,19 +100,19 @@ class FunctionRank(Rank):
 
         args, spec = self._args, self._spec
         process.reset_process(open_stream=self._open_stream, own_handlers_alone=args.inherited is None)
-        stand_ins.install()
+        interpreter.let_features_stand_in()
         self._take_surroundings(environment.of_rank(spec, args.local_rank, *args.rendezvous))
         tcp_store.host_all_but(*args.rendezvous)
         self._say_who()
-        sys.breakpointhook = LateHook(lambda: self._who)
+        sys.breakpointhook = interpreter.LateHook(lambda: self._who)
         if self._parts is not None:
             self._parts.before_join()
         late_imports.begin()
         slow_imports.begin(args.results.board, args.local_rank)
-        if args.inherited is None:  # the fork server's generator, the same for all, would be nobody's choice
+        if args.inherited is None:  # the state of the fork server's generator, equal in all ranks, is nobody's choice
             torch.default_generator.seed()
         self._apply_seed()
-        if spec.prepared and spec.devices.type != "cpu":  # the memory of a device is the user's until he asks
+        if spec.prepared and spec.devices.type != "cpu":  # without a call, no memory of a device may be taken
             self._wait_early()
         self._enter(Phase.BINDING)
         self._bound = device.bind(spec, args.local_rank)
@@ -121,13 +120,12 @@ class FunctionRank(Rank):
         self._device = spec.device(args.local_rank)
         self._enter(Phase.JOINING)
         group.meet_and_join(spec, args.local_rank, args.rendezvous, self._bound)
-        # What differs between two launches of one shape travels with the call (Details), so joining need not wait for
-        # it.
+        # What differs between two launches of one shape comes with the call (Details), so joining need not wait for it.
         if spec.prepared and not self._is_early:
             self._expect_call()
 
     def _take_settings(self) -> None:
-        """Takes over the caller's, last: how ranks join is none of its business."""
+        """Take over the caller's settings, last: they are not meant for how ranks join."""
         if self._args.inherited is None:
             theirs = self._spec.context.settings
             if self._parts is not None:
@@ -135,7 +133,7 @@ class FunctionRank(Rank):
             settings.apply(theirs)
 
     def _say_who(self) -> None:
-        # Several launches may have one token: what ranks of one have signed counts for nothing in another.
+        # Several launches may share a token: what ranks of one have signed must count for nothing in another.
         spec = self._spec
         secret = f"{spec.secret}/{spec.launch_id}"
         this_rank.become(this_rank.ThisRank(spec.call.name, spec.rank(self._args.local_rank), secret))
@@ -145,7 +143,7 @@ class FunctionRank(Rank):
             seeding.apply(seeding.of_rank(self._spec.call.seed, self._spec.rank(self._args.local_rank)))
 
     def _expect_call(self) -> None:
-        """Begins to wait, on a core of its own as far as there are any: all ranks are woken at once."""
+        """Begin to wait, each rank on a core of its own as far as there are enough: all are woken at once."""
         self._cores = cores.wait_on_one(os.getppid() + self._args.local_rank)
         self._enter(Phase.IDLE)
 
@@ -156,7 +154,7 @@ class FunctionRank(Rank):
         self._apply_seed()
 
     def _wait_early(self) -> None:
-        """Waits for the first call; without one, this process is not needed."""
+        """Wait for the first call; exit if none comes."""
         self._expect_call()
         self._is_early = True
         if self._next_task() is None:
@@ -175,7 +173,7 @@ class FunctionRank(Rank):
         slow_imports.conclude()
         self._send(self._outcome_of(call, value))
         late_imports.note(leads=self._args.local_rank == 0)
-        del function, call, value  # and with them what memory they hold, which the others may need
+        del function, call, value  # frees their memory, which other ranks may need
         self._enter(self._AFTERWARDS)
 
     def _call(self, function: Callable[..., Any], call: Call) -> Any:
@@ -186,7 +184,7 @@ class FunctionRank(Rank):
             return run(*call.args, **call.kwargs)
 
     def _outcome_of(self, _call: Call, value: object) -> object:
-        """Returns what is to be answered, for what the function has returned."""
+        """Return the answer for what the function has returned."""
         return value
 
     def _receive(self, task: Task) -> tuple[Callable[..., Any], Call]:
@@ -197,7 +195,7 @@ class FunctionRank(Rank):
             return calls.resolve(inherited.function), inherited
         call = self._unpickle(task.call)
         function = calls.resolve(call.function)
-        main_module.install_main(function, self._spec.context)
+        interpreter.install_main(function, self._spec.context)
         return function, call
 
     def _unpickle(self, content: Payload) -> Call:
@@ -226,13 +224,13 @@ class FunctionRank(Rank):
                 rlimits.name_limit(error)
                 raise
             found, culprit = explain.culprit(value, "value")
-            told = f"{found} ({type(error).__name__}: {error}){explain.instead_to_return(culprit)}"
-            raise UnpicklableValueError(told) from error
+            text = f"{found} ({type(error).__name__}: {error}){explain.instead_to_return(culprit)}"
+            raise UnpicklableValueError(text) from error
 
     # Leaving
 
     def _leave(self) -> None:
-        """Does what an interpreter and multiprocessing do at the end of a process of their own.
+        """Do what an interpreter and multiprocessing do at the end of a process.
 
         Threads end before the group does: one may be saving a checkpoint with it.
         """
@@ -244,7 +242,7 @@ class FunctionRank(Rank):
 
 
 def leave_groups() -> None:
-    """Destroys this rank's process groups, if it has any."""
+    """Destroy this rank's process groups, if it has any."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -253,4 +251,4 @@ def leave_groups() -> None:
 
 
 class UnpicklableValueError(TypeError):
-    """The function returned what cannot leave the rank."""
+    """The function returned a value that cannot be pickled."""

@@ -1,11 +1,11 @@
-"""Whether this rank is in step with the others: the operations that it has entered, in each process group.
+"""The operations that this rank has entered in each process group, and whether it is in step with the other ranks.
 
 A rank that comes back from a call early leaves the others in an operation that it never entered. From then on every
 operation would meet another one's partner. torch numbers the operations of each group, on each rank: where the numbers
 of all members agree, everybody has entered what the others have. It counts the groups, too, and names the next one by
 that, so a rank that was called back while it made one would wait for the others under another name.
 
-Messages are another matter. As many sent here as there says nothing of who has received them: one that is left would be
+Messages are another matter. Equal numbers of sends do not say who has received them: one that is left over would be
 taken for the next. So a call that fails after it has begun to send or receive leaves its ranks out of step.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-# By group and backend: its members, and the operations since the call began; None where nobody can tell.
+# By group and backend: its members, and the operations since the call began; None where that cannot be known.
 Numbers = Mapping[str, tuple[tuple[int, ...], int | None]]
 # Among them, as if these were the names of some, and all ranks their members:
 GROUPS = "groups"  # those of the whole world that were begun
@@ -38,16 +38,16 @@ _DEEPEST = 100  # frames, as faulthandler shows
 
 @frozen_record
 class _Beginning:
-    """Where this rank stood as a call began."""
+    """The numbers of this rank as a call began."""
 
     call: int = 0  # its number
     numbers: Mapping[str, int | None] = field(default_factory=dict)
-    messages: int | None = 0  # that were begun; None: nobody counts them
+    messages: int | None = 0  # that were begun; None: they are not counted
 
 
 @dataclass
 class _Present:
-    """``beginning`` is exchanged as one, since a thread reads it."""
+    """The present call. ``beginning`` is replaced as a whole, since the control thread reads it."""
 
     beginning: _Beginning = field(default_factory=_Beginning)
 
@@ -57,16 +57,16 @@ _all_numbers = AllNumbers()
 
 
 def begin_call(call: int) -> None:
-    """Notes where this rank stands as a call begins."""
+    """Note the numbers of this rank as a call begins."""
     numbers = _all_numbers.read()
     numbers[GROUPS] = process_groups.made()
     _present.beginning = _Beginning(call, numbers, begun_messages())
 
 
 def since_the_call(call: int | None = None) -> Numbers:
-    """Tells what this rank has entered since then.
+    """Return what this rank has entered since the call began.
 
-    ``call``: which call is meant; a rank that has not come to it yet has entered nothing. None: the present one.
+    ``call``: the number of the call; a rank that has not come to it yet has entered nothing. None: the present one.
     """
     import torch.distributed as dist
 
@@ -90,18 +90,18 @@ def since_the_call(call: int | None = None) -> Numbers:
 
 
 def entered() -> Operations:
-    """Returns what this rank has begun in each group, and what its threads wait for."""
-    return _told(process_groups.by_name(), process_groups.made() or 0)
+    """Return what this rank has begun in each group, and what its threads wait for."""
+    return _operations(process_groups.by_name(), process_groups.made() or 0)
 
 
 def agree(told: Sequence[Numbers]) -> bool:
-    """Tells whether all ranks, in the order of ``told``, know the same groups, and stand at the same number in each."""
+    """True if all ranks, in the order of ``told``, know the same groups, and stand at the same number in each."""
     names = {name for numbers in told for name in numbers}
     return all(_same(name, told) for name in names)
 
 
 def _same(name: str, told: Sequence[Numbers]) -> bool:
-    """Tells whether all members know this group alike, as no other rank does; one alone cannot be out of step."""
+    """True if its members, and only they, know this group with equal numbers; a single member is always in step."""
     found = {rank: numbers[name] for rank, numbers in enumerate(told) if name in numbers}
     members, number = next(iter(found.values()))
     alike = sorted(members) == sorted(found) and len(set(found.values())) == 1
@@ -109,9 +109,9 @@ def _same(name: str, told: Sequence[Numbers]) -> bool:
 
 
 def is_lost(told: Mapping[int, Numbers], back: Collection[int]) -> bool:
-    """Tells whether a rank has entered an operation that one which is ``back`` from the call never will.
+    """True if a rank has entered an operation that one which is ``back`` from the call will never enter.
 
-    ``told``: by global rank; of some nothing may be known.
+    ``told``: by global rank; some may be missing.
     """
     return any(
         rank != other and number is not None and _is_behind(told[rank], name, number)
@@ -123,13 +123,13 @@ def is_lost(told: Mapping[int, Numbers], back: Collection[int]) -> bool:
 
 
 def _is_behind(numbers: Numbers, name: str, number: int) -> bool:
-    """Tells whether a rank has come less far in a group than one that is at ``number``."""
+    """True if a rank has come less far in a group than one that is at ``number``."""
     _, reached = numbers.get(name, ((), 0))
     return reached is not None and reached < number
 
 
 def meet(bound: torch.device | None) -> None:
-    """Enters one small operation in each group, after which none before it is pending. Collective."""
+    """Enter one small operation in each group, after which none before it is pending. Collective."""
     import torch
     import torch.distributed as dist
 
@@ -141,11 +141,11 @@ def meet(bound: torch.device | None) -> None:
         torch.accelerator.synchronize(bound)
 
 
-# What is told of it
+# For mlaunch why, and for reports
 
 
-def _told(known: Mapping[str, dist.ProcessGroup], made: int) -> Operations:
-    """Says what this rank has begun in these groups, by name, and what its threads wait for.
+def _operations(known: Mapping[str, dist.ProcessGroup], made: int) -> Operations:
+    """Return what this rank has begun in these groups, by name, and what its threads wait for.
 
     ``made``: how many groups torch has made.
     """
@@ -161,7 +161,7 @@ def _told(known: Mapping[str, dist.ProcessGroup], made: int) -> Operations:
                 tuple((members[peer] if peer >= 0 else peer, count) for peer, count in sorted(counts.items()))
                 for counts in (dict(numbers.sent), dict(numbers.received))
             )
-            # Else C++ has begun some, of which nobody knows what they are.
+            # Otherwise C++ has begun some, of unknown kinds.
             latest = numbers.latest if number == numbers.begun else ""
             left = pending.get(part.rpartition(" ")[2])
             done = None if left is None else max(0, number - left)
@@ -215,10 +215,15 @@ def _thread_name(thread: int, main: int | None) -> str:
 
 
 def _place(frame: FrameType | None, is_main: bool) -> Frames:
-    """Returns (file, line, name) of another thread's frames, innermost first; the main thread's are told elsewhere."""
+    """Return the frames of a thread other than the main one, which answers ``TellPlace``."""
+    return () if is_main else tuple(user_frames(frame))
+
+
+def user_frames(frame: FrameType | None) -> list[tuple[str, str, str]]:
+    """Return (file, line, name) of the frames above the launcher's, innermost first."""
     frames: list[tuple[str, str, str]] = []
-    while not is_main and frame is not None and not is_bottom(frame.f_code.co_filename) and len(frames) < _DEEPEST:
+    while frame is not None and not is_bottom(frame.f_code.co_filename) and len(frames) < _DEEPEST:
         if frame.f_code.co_filename != RUNPY:
             frames.append((frame.f_code.co_filename, str(frame.f_lineno), frame.f_code.co_name))
         frame = frame.f_back
-    return tuple(frames)
+    return frames

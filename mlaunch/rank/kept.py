@@ -1,4 +1,4 @@
-"""A rank that stays: it runs one call after the other, and can be called back from one that is to end."""
+"""A rank that stays: it runs one call after the other, and a call can be ended (called back) without its process."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from types import FrameType
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, ParamSpec, TypeVar
 
 from mlaunch.base import seeding
+from mlaunch.base.frames import is_import
 from mlaunch.protocol import calls, this_rank
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.messages import AnswerKind, Errand, Phase
@@ -21,16 +22,39 @@ from mlaunch.rank import held_objects, in_step, reload
 from mlaunch.rank.base import RankArgs, Task
 from mlaunch.rank.function import FunctionRank, UnpicklableValueError, leave_groups
 from mlaunch.rank.setup import group, process
-from mlaunch.rank.whole import is_inside, whole
 from mlaunch.torch_parts import process_groups
 
 _AGAIN = 0.01  # seconds: by then the finalizer has mostly returned, or the import
 _STALE_LIMIT = 1000  # characters: an answer is one small write
 _STALE_MODULES = 10
 
+P = ParamSpec("P")
+R = TypeVar("R")
+_uninterrupted: set[CodeType] = set()
+
+
+def uninterrupted(function: Callable[P, R]) -> Callable[P, R]:
+    """Mark a function, written in Python, in which no call-back raises: interrupted half-way it would leave a mess."""
+    _uninterrupted.add(function.__code__)
+    return function
+
+
+def _must_finish(frame: FrameType | None) -> bool:
+    """True if a frame of the present call is part of an import, or of a marked function.
+
+    An import that is interrupted leaves some modules complete and others out. What they registered stays, and in the
+    next import they meet in another order ("partially initialized module").
+    """
+    # By the frames, since they are right at each moment; a counter would itself have moments in between.
+    while frame is not None and frame.f_code is not KeptRank._run_call.__code__:
+        if frame.f_code in _uninterrupted or is_import(frame.f_code.co_filename):
+            return True
+        frame = frame.f_back
+    return False
+
 
 class KeptRank(FunctionRank):
-    """After a failed or interrupted call it is asked whether it is still in step with the others."""
+    """A rank that stays. After a failed or interrupted call its agent asks whether it is in step with the others."""
 
     _AFTERWARDS = Phase.IDLE
 
@@ -45,30 +69,29 @@ class KeptRank(FunctionRank):
 
     def _become_rank(self) -> None:
         super()._become_rank()
-        held_objects.table.belong_to(self._spec.launch_id)
+        held_objects.table.owner = self._spec.launch_id
         reload.begin()
         signal.signal(signal.SIGINT, self._call_back)
         self._unraisable, sys.unraisablehook = sys.unraisablehook, self._take_unraisable
         self._enter(Phase.IDLE)
 
     def _call_back(self, _number: int, frame: FrameType | None) -> None:
-        """Raises KeyboardInterrupt in a call that is to end, once; between calls it does nothing.
+        """Raise KeyboardInterrupt in a call that is to end, once; do nothing between calls.
 
-        In the middle of an import it waits for the end of that; who asks does not wait for longer than its grace
-        period.
+        In the middle of an import, wait for its end; the agent waits for no longer than its grace period.
         """
         if not self._can_be_called_back or not self._is_to_end():
             return
-        if is_inside(frame, KeptRank._run_call.__code__):
+        if _must_finish(frame):
             self._signal_later()
             return
         self._can_be_called_back, self._was_called_back = False, True
         self._raised = KeyboardInterrupt("the call is ended")
         raise self._raised
 
-    @whole  # what is raised here, Python drops as well
+    @uninterrupted  # Python would drop what is raised here, too
     def _take_unraisable(self, found: sys.UnraisableHookArgs) -> None:
-        """Raises the exception again, a moment later, where Python drops it, as in a finalizer."""
+        """Raise the exception again, a moment later, where Python drops it, as in a finalizer."""
         if found.exc_value is None or found.exc_value is not self._raised:
             self._unraisable(found)
             return
@@ -76,14 +99,14 @@ class KeptRank(FunctionRank):
         self._signal_later()
 
     def _signal_later(self) -> None:
-        """Starts the thread that signals again, unless there is one for this call."""
+        """Start the thread that signals again, unless there is one for this call."""
         if self._signals_again != self._number:
             self._signals_again = self._number
             # Unknown to threading, whose lock the frame below may have; and the interpreter's end does not wait for it.
             _thread.start_new_thread(self._signal_again, (self._number,))
 
     def _signal_again(self, number: int) -> None:
-        """Signals until the exception is raised, or the call is over."""
+        """Signal until the exception is raised, or the call is over."""
         while self._can_be_called_back and self._is_to_end() and self._number == number:
             time.sleep(_AGAIN)
             os.kill(os.getpid(), signal.SIGINT)
@@ -93,8 +116,7 @@ class KeptRank(FunctionRank):
         return self._task.number if self._task is not None else 0
 
     def _is_to_end(self) -> bool:
-        # The agent notes the number on the board, then signals: a signal that is late finds a call which is not
-        # meant.
+        # The agent notes the number on the board, then signals: a late signal finds a call that it is not about.
         return not self._is_fork and self._args.results.board.stopped(self._args.local_rank) >= self._number > 0
 
     def _run_task(self, task: Task) -> None:
@@ -116,15 +138,14 @@ class KeptRank(FunctionRank):
         try:
             try:
                 self._can_be_called_back = True
-                if self._is_to_end():  # the signal came before we listened
+                if self._is_to_end():  # the signal came before we could raise
                     self._call_back(signal.SIGINT, None)
-                if self._joined_after != self._args.results.board.apart < task.number:  # else another one is faster
+                if self._joined_after != self._args.results.board.apart < task.number:  # else a rank is a call ahead
                     self._join_again(task.number)
                 super()._run_task(task)
             finally:
                 self._can_be_called_back, self._raised = False, None
-        # It ends the rank, as it ends that of a launch: its caller gets fresh ones.
-        except SystemExit:
+        except SystemExit:  # ends the rank, as in any launch; the caller gets new ranks
             raise
         except BaseException as error:
             if self._is_fork:
@@ -134,16 +155,16 @@ class KeptRank(FunctionRank):
             _let_go(error)
 
     def _join_again(self, call: int) -> None:
-        """Makes the default process group anew, which a call before has destroyed. Collective."""
+        """Make the default process group again, which an earlier call has destroyed. Collective."""
         after, hook = self._args.results.board.apart, sys.excepthook
-        leave_groups()  # here it may still be, of no use
+        leave_groups()  # this rank may still have it, and cannot use it
         try:
             there = self._spec, self._args.local_rank, self._args.rendezvous, self._bound
             group.meet_and_join(*there, again=after, before=self._joined_after)
         except Exception as error:
             raise RuntimeError(
                 f"an earlier call on these ranks has destroyed the default process group, and it could not be made "
-                f"anew: {error}; leave out destroy_process_group() in functions whose ranks stay"
+                f"again: {error}; leave out destroy_process_group() in functions whose ranks stay"
             ) from error
         sys.excepthook = hook  # torch puts one more around it each time, without end
         self._joined_after = after
@@ -172,7 +193,7 @@ class KeptRank(FunctionRank):
 
     def _receive(self, task: Task) -> tuple[Callable[..., Any], Call]:
         function, call = super()._receive(task)
-        # Now, as it may be mapped: arguments of a call would stay in memory until the next one.
+        # It may be mapped, and would keep the arguments in memory until the next call.
         if task.call is not None:
             task.call.close()
         if call.freed:
@@ -189,7 +210,7 @@ class KeptRank(FunctionRank):
 
 
 def _let_go(error: BaseException) -> None:
-    """Drops what the frames of an exception hold: a model on the device, which the next call has no room beside."""
+    """Drop what the frames of an exception hold, such as a model that leaves the next call no room on the device."""
     found = [error]
     for one in found:  # which may be each other's cause
         one.with_traceback(None)  # an exception may refuse attributes, but not this

@@ -14,21 +14,21 @@ from mlaunch.rank.setup import process
 
 
 def run(args: RankArgs) -> NoReturn:
-    """Lives a rank's life. Never returns: what lies above belongs to the process that was forked."""
-    code = 1  # unless all went well: an error in the lines below must not look like success
+    """Run a rank, and end the process: the frames above belong to the fork server."""
+    code = 1  # an error in the lines below must not look like success
     try:
         code = _rank(args).live()
-    except BaseException:  # an error of ours, or in reporting theirs: the text must not be lost
+    except BaseException:  # an error of mlaunch, or in reporting the user's: its text must not be lost
         traceback.print_exc()
     finally:
         try:
             process.flush()
-            # The last thread of a process takes its memory down; threads of gloo's that slept on other cores did so
-            # for one rank after the other.
-            if args.spec.local_world_size <= cores.count():  # with more ranks none of them is idle
+            # The last thread of a process frees its memory; gloo's threads, which slept on other cores, did so for one
+            # rank after the other.
+            if args.spec.local_world_size <= cores.count():  # with more ranks no core is idle
                 cores.end_on_one(os.getppid() + args.local_rank)
         finally:
-            os._exit(code)  # above are the fork server's frames, which must not run here
+            os._exit(code)
 
 
 def _rank(args: RankArgs) -> Rank:

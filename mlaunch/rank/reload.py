@@ -1,6 +1,6 @@
-"""Modules that a rank has imported and whose files have changed since; and their reload.
+"""Modules whose files have changed since a rank imported them, and their reload.
 
-A rank that stays has the code of the moment at which it imported it. Functions that travel by value are current.
+A rank that stays runs the code as it was when it was imported. Functions that are pickled by value are current.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any
 from mlaunch.base.frames import is_ours
 from mlaunch.rank import held_objects
 
-# Not looked at: they are thousands of files, and change when something is installed.
+# Ignored: thousands of files, which only change when something is installed.
 _LIBRARIES = tuple({os.path.join(path, "") for path in sysconfig.get_paths().values()})
 
 
 @dataclass
 class _Modules:
-    """The user's modules, those that are no library's, as this rank imported them."""
+    """The user's modules, as this rank imported them; libraries' are not among them."""
 
-    known: set[str] = field(default_factory=set)  # all that were looked at
-    count: int = 0  # of all modules, when they were looked at
+    known: set[str] = field(default_factory=set)  # all that were examined
+    count: int = 0  # of all modules, when they were examined
     read: dict[str, int] = field(default_factory=dict)  # by file: its time of change in ns, as it was imported
     files: dict[str, tuple[str, int]] = field(default_factory=dict)  # by name: the file, and its time of change in ns
     before: dict[str, dict[str, Any]] = field(default_factory=dict)  # the contents, before a reload
@@ -38,9 +38,9 @@ _modules = _Modules()
 
 
 def watch() -> None:
-    """Notes from now on, in this process and its forks, of when the files are that are imported.
+    """Note the times of change of files that are imported from now on, in this process and its forks.
 
-    It is too late to ask for it afterwards: a call may take hours, and its files are edited meanwhile.
+    Afterwards it would be too late: a call may take hours, and its files may be edited meanwhile.
     """
     loader = importlib.machinery.SourceFileLoader
     original = loader.path_stats
@@ -50,12 +50,12 @@ def watch() -> None:
             _modules.read[path] = _changed_at(path)
         return original(self, path)
 
-    # The loader asks for the time just before it reads the file; asked later, an edit in between would be missed.
+    # The loader asks for the time just before it reads the file; later, an edit in between would be missed.
     loader.path_stats = path_stats  # type: ignore[method-assign]
 
 
 def begin() -> None:
-    """Takes what is there for libraries, except what the fork server has imported for the user (``preload=``)."""
+    """Regard present modules as libraries, except what the fork server has imported for the user (``preload=``)."""
     _modules.known.update(sys.modules)
     if _modules.read:
         files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
@@ -63,7 +63,7 @@ def begin() -> None:
 
 
 def note() -> None:
-    """Notes what has been imported since."""
+    """Note the modules that have been imported since the last time."""
     if len(sys.modules) == _modules.count:  # thousands, at each call
         return
     _modules.count = len(sys.modules)
@@ -86,26 +86,26 @@ def _changed_at(file: str) -> int:
 
 
 def changed() -> list[str]:
-    """Returns the names of modules whose files are newer than what runs here, in the order of their import."""
+    """Return the names of modules whose files are newer than what runs here, in the order of their import."""
     note()
     return [name for name, (file, at) in _modules.files.items() if _changed_at(file) > at and name in sys.modules]
 
 
 def stamps() -> list[str]:
-    """Returns their names, each with the present time of its file's change behind an @: a second edit is news, too."""
+    """Return the changed modules as "name@time", with the time of the file's change: a second edit is news, too."""
     return [f"{name}@{_changed_at(_modules.files[name][0]):x}" for name in changed()]
 
 
 def reload_changed() -> tuple[list[str], str]:
-    """Reloads what has changed; returns the names, and a traceback if a module fails: then put them all back."""
+    """Reload the changed modules; return their names, and a traceback if one fails: ``put_back`` restores them all."""
     _modules.before.clear()
-    # Finders know directories by their time of change, and a module that was added since would not be found.
+    # Finders cache directories by their time of change; a module that was just added would not be found.
     importlib.invalidate_caches()
     names = changed()
     try:
         for name in names:
             module = sys.modules[name]
-            # A reload runs in the old namespace, so of a module that fails half-way some names are new and some old.
+            # A reload runs in the old namespace: a module that fails half-way has new names and old ones.
             _modules.before[name] = dict(vars(module))
             _reload(module)
     except BaseException:
@@ -121,7 +121,7 @@ def _reload(module: types.ModuleType) -> None:
 
 
 def put_back() -> None:
-    """Gives the modules of the latest reload the contents that they had before."""
+    """Give the modules of the latest reload the contents that they had before."""
     for name, contents in _modules.before.items():
         vars(sys.modules[name]).clear()
         vars(sys.modules[name]).update(contents)
@@ -131,8 +131,8 @@ def put_back() -> None:
 
 
 def finish() -> list[int]:
-    """Ends a reload that went well everywhere; returns the numbers of held objects whose classes it has replaced."""
+    """Finish a reload that went well on all ranks; return the numbers of held objects whose classes were replaced."""
     names = set(_modules.before)
     _modules.before.clear()
-    # They stay what they were: to isinstance() they are of no class that the module has now.
+    # To isinstance() they are of no class that the module has now.
     return [number for number, found in held_objects.table.objects.items() if type(found).__module__ in names]

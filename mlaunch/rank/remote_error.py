@@ -1,4 +1,4 @@
-"""Makes a record of an exception that leaves its rank."""
+"""The record of an exception that leaves its rank."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from mlaunch.protocol import explain
 from mlaunch.protocol.messages import Phase, RemoteError
 from mlaunch.torch_parts import operations
 
-# What torch says in a rank whose peer, or whose store, has died. Such an error is the doing of others.
-# By their text: torch raises a plain RuntimeError for each of them.
+# Texts of torch in a rank whose peer, or whose store, has died: a plain RuntimeError in each case.
 _CONSEQUENCES = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused",
                  "remote process exited", "NCCL communicator was aborted", "Socket closed",
                  "Connection was likely closed", "failed to recv, got 0 bytes")  # fmt: skip
@@ -25,7 +24,7 @@ _SHORT, _LONG = 40_000, 1_000_000  # characters of a message, or a line, and of 
 
 
 def describe(error: BaseException, phase: Phase, device: str, *, catchable: bool) -> RemoteError:
-    """Returns the record. ``catchable``: the caller is to raise the exception itself, if it survives pickling."""
+    """Return the record. ``catchable``: the caller is to raise the exception itself, if it survives pickling."""
     whole, error = _message(error), below_ours(error)
     message = without_middle(whole, _SHORT)
     return RemoteError(
@@ -40,17 +39,17 @@ def describe(error: BaseException, phase: Phase, device: str, *, catchable: bool
 
 
 def is_consequence(remote: RemoteError) -> bool:
-    """Tells whether it looks like the consequence of another rank's failure."""
+    """True if the error looks like a consequence of another rank's failure."""
     return is_of_another(remote.message)
 
 
 def is_of_another(message: str) -> bool:
-    """Tells whether a message is what torch says in a rank that has lost another one."""
+    """True if torch gives this message in a rank that has lost another one."""
     return any(words in message for words in _CONSEQUENCES)
 
 
 def _may_be_short(error: BaseException, message: str) -> bool:
-    """Tells whether it is torch that lost a peer, and the traceback is its frames and nothing else.
+    """True if torch has lost a peer, and the exception is no more than its traceback: it has no cause and no notes.
 
     A pipe that breaks in the user's own code looks like a consequence, too, but may be the cause.
     """
@@ -60,22 +59,22 @@ def _may_be_short(error: BaseException, message: str) -> bool:
 
 
 def _is_from_files(error: BaseException) -> bool:
-    """Tells whether all lines are of files: where Python keeps others (``-c``, a prompt) differs by its release."""
+    """True if all lines are from files: where Python keeps others (``-c``, a prompt) depends on its release."""
     frames = traceback.walk_tb(error.__traceback__)
     return not any(frame.f_code.co_filename.startswith("<") for frame, _ in frames)
 
 
 def _is_torchs(error: BaseException) -> bool:
-    """Tells whether a torch function has raised it."""
+    """True if a torch function has raised it."""
     modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     return bool(modules) and modules[-1].startswith("torch.")
 
 
 def _in_short(error: BaseException, message: str) -> str:
-    """Writes a traceback without the carets of Python 3.11 and later.
+    """Return the traceback without the carets of Python 3.11 and later.
 
-    All other ranks do this at once when one is killed, while who waits for the report waits for them. In a process that
-    was just forked, the standard library's way takes 1.2 ms and copies 120 pages; this one takes 0.3 ms and copies 35.
+    When a rank is killed, all others do this at once, and the report waits for them. In a process that was just forked,
+    the standard library takes 1.2 ms and copies 120 pages; this takes 0.3 ms and copies 35.
     """
     lines = ["Traceback (most recent call last):\n"]
     for frame, number in traceback.walk_tb(error.__traceback__):
@@ -97,13 +96,12 @@ def _in_pythons_way(error: BaseException, message: str) -> str:
 
 
 def below_ours(error: BaseException, *, keep_last: bool = True) -> BaseException:
-    """Takes the launcher's own frames off the top of the exception's traceback.
+    """Remove the launcher's own frames from the top of the exception's traceback.
 
-    ``keep_last``: the last stays, lest a fault of ours has no place; but not where it is the user's (``misuse``).
+    ``keep_last``: keep the last one, so that a fault of mlaunch has a place; but not of the user's fault (``misuse``).
     """
     keep_last = keep_last and not is_misuse(error)
     trace = error.__traceback__
-    # Our frames stood between the report and the user's code.
     while trace is not None and (is_ours(file := trace.tb_frame.f_code.co_filename) or file == RUNPY):
         if trace.tb_next is None and keep_last:
             break
@@ -113,7 +111,7 @@ def below_ours(error: BaseException, *, keep_last: bool = True) -> BaseException
 
 
 def _leave_out_watch(error: BaseException) -> None:
-    """Takes the frames of our watch out of tracebacks: they stand between torch's, and say nothing."""
+    """Remove the frames of ``operations`` from tracebacks: they are between torch's, and say nothing."""
     seen: list[BaseException] = []
     found: BaseException | None = error
     while found is not None and not any(found is one for one in seen):

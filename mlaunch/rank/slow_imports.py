@@ -1,7 +1,7 @@
-"""What a rank imports anew, and how long that takes: told while it lasts, and summed up for the call.
+"""Imports that the fork server has not done: how long they take, shown while they last, and summed up for the call.
 
-A package counts from its outermost module on, whoever has asked for it. Python's own modules and torch's are the fork
-server's business (``late_imports``), and take their time once.
+Whichever module imports a package, its time is counted from its outermost module on. Modules of Python and torch are
+the fork server's business (``late_imports``), and take their time once.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from mlaunch.protocol import late_imports
 from mlaunch.protocol.board import Board
 
 _PACKAGES = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
-# warm_up(preload=) could not help with these: the fork server has them, or brings them by itself.
+# warm_up(preload=) would not help with these: the fork server has them, or imports them by itself.
 _NOT_TOLD = sys.stdlib_module_names | {"torch", "mlaunch"}
-_LONG = 0.5  # seconds of a call, which nobody minds once
+_LONG = 0.5  # seconds of a call; less is not worth a line in the report
 
 
 @dataclass
@@ -40,7 +40,7 @@ _watch = _Watch()
 
 
 def prepare() -> None:
-    """Makes this process and its forks notice imports, once ``begin`` was called."""
+    """Make this process and its forks notice imports, once ``begin`` was called."""
     loader = importlib.machinery.SourceFileLoader
     original = loader.exec_module
 
@@ -70,24 +70,24 @@ def prepare() -> None:
             _watch.note("")
             _watch.seconds[module.__name__.partition(".")[0]] += time.monotonic() - begun
 
-    # Python takes its own frames of imports from tracebacks, as long as no others stand between them.
+    # Python removes the frames of imports from tracebacks, as long as no others are between them.
     for ours in (exec_module, watched):
         ours.__code__ = ours.__code__.replace(co_filename=original.__code__.co_filename)
     loader.exec_module = exec_module  # type: ignore[method-assign, assignment]
 
 
 def begin(board: Board, local_rank: int) -> None:
-    """Notes imports of this process on the board from now on."""
+    """Note imports of this process on the board from now on."""
     _watch.board, _watch.local_rank, _watch.inside = board, local_rank, False
     in_forks(_forget)
 
 
 def conclude() -> None:
-    """Notes on the board which package took longest of those that a call had to import, if it took long."""
+    """Note on the board which package took longest of those that a call had to import, if it took long."""
     if _watch.board is None or not _watch.seconds:
         return
     told = {name: seconds for name, seconds in _watch.seconds.items() if name not in _NOT_TOLD}
-    # For this call alone: on ranks that stay, the next one is not told of it again.
+    # On ranks that stay, the next call must not report it again.
     _watch.seconds.clear()
     longest = max(told, key=told.__getitem__, default="")
     if told.get(longest, 0.0) >= _LONG:
@@ -95,5 +95,5 @@ def conclude() -> None:
 
 
 def _forget() -> None:
-    """Lets a fork of a rank import as it likes: the board's row is the rank's."""
+    """Stop taking notes in a fork of the rank, which owns the row of the board."""
     _watch.board = None

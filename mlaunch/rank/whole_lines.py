@@ -1,28 +1,28 @@
-"""Standard streams that several ranks write to: what one writes is whole lines."""
+"""Standard streams that several ranks share: each rank writes whole lines."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Iterator
-from select import PIPE_BUF  # bytes that a pipe takes at once, or with another's between them
+from select import PIPE_BUF  # bytes that a pipe takes without another's in between
 from typing import Any
 
 
 class WholeLines(io.BufferedWriter):
-    """Writes lines as they are completed, and holds back what follows the last newline.
+    """A buffer that writes lines when they are complete, and holds back what follows the last newline.
 
-    ``print("a\\nb")`` comes here as two pieces, ``a\\nb`` and a newline: were ``b`` written with the first, another
-    rank's line could come between it and its end. A line that was returned from (``\\r``) is shown at once, as by
+    ``print("a\\nb")`` arrives as two pieces, ``a\\nb`` and a newline: if ``b`` were written with the first, another
+    rank's line could come between it and its end. A line with a carriage return (``\\r``) is shown at once, as by
     ``line_buffering``.
     """
 
     _held = 0  # bytes
-    _aside = b""  # of a signal handler, to be written before what comes next
+    _aside = b""  # from a signal handler, to be written before anything else
 
     def write(self, data: Any) -> int:
-        """Write what is complete; return how much was taken, which is all.
+        """Write the complete lines; return the number of bytes taken, which is all.
 
-        A signal handler may call it while the same thread is inside, and waits for a reader.
+        A signal handler may call this while its thread is inside, waiting for a reader.
         """
         given = bytes(data)
         taken, self._aside = self._aside + given, b""
@@ -32,14 +32,14 @@ class WholeLines(io.BufferedWriter):
         except RuntimeError as error:
             if not _is_reentrant(error):
                 raise
-            # What waits has been taken by the kernel whole or not at all, if a pipe takes it at once. So this comes
-            # before it, and not between.
+            # If a pipe takes the waiting piece at once, the kernel has taken all of it or nothing: this comes before or
+            # after it, not in between.
             self._aside = taken[end:]
             self._write_past(memoryview(taken)[:end])
         return len(given)
 
     def flush(self) -> None:
-        """Write everything; in a signal handler that meets a write of its thread, nothing but what it has itself."""
+        """Write everything; in a signal handler that interrupts a write of its thread, only the handler's own."""
         aside, self._aside = self._aside, b""
         try:
             if aside:
@@ -52,7 +52,7 @@ class WholeLines(io.BufferedWriter):
             self._write_past(memoryview(aside))
 
     def _write(self, taken: bytes, end: int) -> None:
-        # The kernel takes up to PIPE_BUF bytes as one; of a longer write, another rank's may come in between.
+        # A pipe takes up to PIPE_BUF bytes at once; into a longer write, another rank's may come.
         for piece in _pieces(taken[:end], PIPE_BUF - self._held):
             self._held += len(piece)  # until it is flushed: a handler that raises leaves it here
             super().write(piece)
@@ -72,7 +72,7 @@ class WholeLines(io.BufferedWriter):
 
 
 def _end_of_lines(data: bytes) -> int:
-    """Return how much of it is complete."""
+    """Return how many bytes are complete lines."""
     end = data.rfind(b"\n") + 1
     # Bars of tqdm end without a newline for minutes.
     return len(data) if data.find(b"\r", end) >= 0 else end
@@ -84,7 +84,7 @@ def _is_reentrant(error: RuntimeError) -> bool:
 
 
 def _pieces(lines: bytes, room: int) -> Iterator[bytes]:
-    """Cuts between lines, so that a pipe takes each piece at once. ``room``: bytes of the first; a line is not cut."""
+    """Cut between lines, so that a pipe takes each piece at once. ``room``: bytes of the first piece."""
     start = 0
     while start < len(lines):
         end = len(lines)
@@ -95,9 +95,9 @@ def _pieces(lines: bytes, room: int) -> Iterator[bytes]:
 
 
 class Text(io.TextIOWrapper):
-    """A stream on ``WholeLines``, which sees each write. ``line_buffering`` would write what is to be held back."""
+    """A text stream on ``WholeLines``. With ``line_buffering`` it would write what is to be held back."""
 
     def reconfigure(self, **wanted: Any) -> None:
-        """Changes what ``io.TextIOWrapper.reconfigure`` changes, except that lines stay whole."""
+        """Reconfigure as ``io.TextIOWrapper`` does, but leave lines whole."""
         wanted.pop("line_buffering", None)
         super().reconfigure(**wanted)

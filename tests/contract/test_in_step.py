@@ -400,7 +400,7 @@ def test_a_default_group_that_cannot_be_made_anew(ranks: Ranks) -> None:
     ranks.run(work)
     error = caught(lambda: ranks.run(total))
     assert "an earlier call on these ranks has destroyed the default process group" in str(error)
-    assert "could not be made anew: no way" in str(error)
+    assert "could not be made again: no way" in str(error)
 
 
 def test_without_restart() -> None:

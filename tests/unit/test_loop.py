@@ -158,7 +158,6 @@ INSIDE = {
     "mlaunch.forkserver.devices": "test_devices_are_counted_in_a_process_of_their_own",
     "mlaunch.launch": "test_the_modules_that_are_commands",
     "mlaunch.protocol.import_variables": "test_values_come_by_rank_and_the_processes_stay",
-    "mlaunch.rank.for_users.reporting": "test_reports_of_a_launch_that_goes_on",
     "mlaunch.protocol.this_rank": "test_a_launch_inside_a_rank_that_was_not_meant",
     # Tests with the mark run by these.
     "mlaunch.pytest.rank.run_test": "test_who_am_i",
@@ -187,8 +186,7 @@ INSIDE = {
     "mlaunch.events.caller.spans": "test_spans_of_opentelemetry",
     "mlaunch.events.command": "test_the_flags_of_options",
     "mlaunch.leases.caller.circles": "test_a_circle_is_refused_as_it_closes",
-    "mlaunch.rank.whole": "test_values_come_by_rank_and_the_processes_stay",
-    "mlaunch.rank.setup.main_module": "test_closures_lambdas_and_local_classes_travel",
+    "mlaunch.rank.setup.interpreter": "test_closures_lambdas_and_local_classes_travel",
     "mlaunch.rendezvous.barrier": "test_ranks_share_the_launchs_own_server",
     "mlaunch.machines.link.link_handle": "test_two_machines_that_are_threads",
     "mlaunch.machines.link.link_process": "test_two_machines_that_are_threads",

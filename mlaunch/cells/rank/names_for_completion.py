@@ -18,7 +18,7 @@ from typing import Any
 from mlaunch.base.frames import is_library
 from mlaunch.cells.rank.names_of_cells import is_value
 from mlaunch.cells.rank.run_cell import main, rank
-from mlaunch.rank.by_looking import MISSING, in_classes, is_a, is_just, mro, names_of_class, own_names, registries
+from mlaunch.rank.safe_inspection import MISSING, in_classes, is_a, is_just, mro, names_of_class, own_names, registries
 
 
 class UnknownError(Exception):

@@ -10,7 +10,7 @@ from typing import Any
 
 from mlaunch.cells.rank.run_cell import main, main_of_cells, rank, shell
 from mlaunch.cells.wire import NamesOfRank
-from mlaunch.rank.by_looking import is_a, size, type_name
+from mlaunch.rank.safe_inspection import is_a, size, type_name
 
 _NO_VALUES = (types.ModuleType, types.FunctionType, type)  # what cells import or define
 _IPYTHONS = frozenset({"In", "Out", "exit", "quit", "get_ipython", "open"})  # names

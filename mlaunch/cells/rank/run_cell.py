@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mlaunch.base.frames import is_library
 from mlaunch.cells.wire import Bundle, CellAnswer
 from mlaunch.protocol import sources, this_rank
-from mlaunch.rank.whole import whole
+from mlaunch.rank.kept import uninterrupted
 
 if TYPE_CHECKING:
     from mlaunch.cells.rank.shell import CellShell
@@ -70,7 +70,7 @@ def rank() -> int:
 
 
 @functools.cache
-@whole
+@uninterrupted
 def shell() -> PlainShell | CellShell:
     """Return what runs cells here: IPython's shell, if it is installed."""
     try:

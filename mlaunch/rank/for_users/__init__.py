@@ -1,1 +1,1 @@
-"""What user code in a rank calls."""
+"""Functions that user code calls in a rank."""

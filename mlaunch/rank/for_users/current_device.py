@@ -1,4 +1,4 @@
-"""The device of this rank."""
+"""``mlaunch.device``: the device of this rank."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ bound: torch.device | None = None  # what this process has bound, if it has beco
 
 
 def note_device(device_of_rank: torch.device | None) -> torch.device | None:
-    """Notes what this process has bound; returns what was noted before."""
+    """Note the device that this process has bound; return the one noted before."""
     global bound
     before, bound = bound, device_of_rank
     return before
 
 
 def device() -> torch.device:
-    """Returns this rank's device, where its model and its data belong: "cuda:1", "cpu".
+    """Return this rank's device, where its model and its data belong: "cuda:1", "cpu".
 
-    Works in ranks of mlaunch, in ranks that have joined, and before they join in those that another launcher started.
-    In any other process it is the CPU.
+    Works in ranks of mlaunch, in ranks that have joined, and in those of another launcher before they join. In any
+    other process it is the CPU.
 
     Example:
         >>> @launcher(n_gpus=4)
@@ -44,11 +44,11 @@ def device() -> torch.device:
 
 
 def device_at(info: RankInfo, accelerator: str | None) -> torch.device:
-    """Returns the device that a rank at this place takes, of those that it sees. ``accelerator``: None for the CPU."""
+    """Return the device that a rank at this place takes, of those that it sees. ``accelerator``: None for the CPU."""
     import torch
 
     if accelerator is None:
         return torch.device("cpu")
-    # As if all machines had as many devices: nothing better is known where a launcher says no local rank.
+    # Where the launcher sets no local rank, all machines are taken to have equally many devices.
     local_rank = info.rank if info.local_rank is None else info.local_rank
     return torch.device(accelerator, local_rank % torch.accelerator.device_count())

@@ -7,11 +7,11 @@ import os
 
 
 class RankZeroFilter(logging.Filter):
-    """Lets rank 0's records pass, and of the other ranks only what is serious.
+    """A filter that passes rank 0's records, and of the other ranks only serious ones.
 
     Args:
-        level: From here on (``logging.ERROR``) records of all ranks pass.
-        per_machine: The first rank of each machine passes as rank 0 does.
+        level: From this level on, records of all ranks pass.
+        per_machine: Records of the first rank of each machine pass as rank 0's do.
 
     Example:
         >>> import logging

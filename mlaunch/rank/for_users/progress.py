@@ -1,29 +1,33 @@
-"""``mlaunch.progress``: one bar for a loop that all ranks of a launch run."""
+"""How far a rank is: ``mlaunch.progress``, one bar for a loop of all ranks; ``mlaunch.step``; ``mlaunch.report``."""
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from mlaunch.protocol.board import Board
+from mlaunch.base.fds import renewed
+from mlaunch.protocol.board import REPORT_LIMIT, Board
 
+Value = float | int | str | bool | None
 T = TypeVar("T")
 
 
 class StepCount(Protocol):
-    """What counts steps, while something is to happen at some of them."""
+    """A counter of steps, for a feature that acts at some of them."""
 
     def turn(self) -> None:
-        """Takes in that a turn of a loop is over."""
+        """Count a turn of a loop of ``mlaunch.progress``."""
 
     def step(self) -> None:
-        """Takes in that the function says so of a step."""
+        """Count a step for which the function has called ``mlaunch.step``."""
 
 
 @dataclass
 class Slot:
-    """Where this rank tells how far it is."""
+    """Where this rank notes how far it is."""
 
     board: Board
     local_rank: int
@@ -32,30 +36,30 @@ class Slot:
 
 
 slot: Slot | None = None  # of this process, if it is a rank
+_report_lock = renewed(threading.Lock())  # a ring has one writer, a rank may have many threads
 
 
 def open_slot(board: Board, local_rank: int) -> None:
-    """Notes where this process, which has become a rank, tells how far it is."""
+    """Note where this process, which has become a rank, notes how far it is."""
     global slot  # noqa: PLW0603 - a fact about this process
     slot = Slot(board, local_rank)
 
 
 def count_steps(count: StepCount | None) -> None:
-    """Lets this count the steps of a rank from now on; None: nothing does."""
+    """Count the steps of this rank with ``count`` from now on; None: no longer."""
     if slot is not None:
         slot.steps = count
 
 
 def progress(iterable: Iterable[T], desc: str = "", total: int | None = None) -> Iterable[T]:
-    """Iterates, and shows how far the ranks are: in the launch's terminal or notebook, one bar for all of them.
+    """Iterate, and show how far the ranks are: in the launch's terminal or notebook, one bar for all of them.
 
-    The bar stands where the slowest rank of this machine is, and says how far that one is behind the first. All ranks
-    should run the loop. Of loops within loops the outermost is shown. Elsewhere than in a rank of mlaunch it is tqdm's
-    bar, on rank 0 alone.
+    The bar shows where the slowest rank of this machine is, and how far that one is behind the first. All ranks should
+    run the loop. Of nested loops the outermost is shown. Outside of a rank of mlaunch it is tqdm's bar, on rank 0 only.
 
     Args:
         iterable: What to iterate over.
-        desc: Stands in front of the bar.
+        desc: The text in front of the bar.
         total: The number of items, if ``len(iterable)`` does not tell.
 
     Raises:
@@ -67,13 +71,46 @@ def progress(iterable: Iterable[T], desc: str = "", total: int | None = None) ->
 
 
 def step() -> None:
-    """Says that a step of this rank is over, for ``profile=``, where no loop of ``mlaunch.progress`` counts the steps.
+    """Mark the end of a step of this rank for ``profile=``, where no loop of ``mlaunch.progress`` counts the steps.
 
-    Once it was called, turns of ``mlaunch.progress`` do not count. Call it equally often on all ranks that are
-    profiled. In a process that is no rank of a launch, or without ``profile=``, it does nothing.
+    After the first call, turns of ``mlaunch.progress`` no longer count. Call it equally often on all ranks that are
+    profiled. Without ``profile=``, or in a process that is no rank of a launch, it does nothing.
     """
     if slot is not None and slot.steps is not None:
         slot.steps.step()
+
+
+def report(step: int, **values: Value) -> None:
+    """Report values of this launch to the process that has submitted it: ``mlaunch.report(step, loss=loss.item())``.
+
+    They are in ``Run.reports`` there, by rank, and are passed to the callback of ``Run.on_report``. This never waits:
+    the latest 256 of each rank are kept until they are read. In a process that is no rank of a launch it does nothing.
+
+    Args:
+        step: A number of your choice.
+        **values: Numbers, short strings, None. Of one-element tensors and numpy's numbers their ``item()``.
+
+    Raises:
+        TypeError: A value of another type.
+        ValueError: The values take more than some 400 characters.
+    """
+    # JSON: a reader must not unpickle what a rank has sent.
+    data = json.dumps([_plain("step", step), {name: _plain(name, value) for name, value in values.items()}]).encode()
+    if len(data) > REPORT_LIMIT:
+        raise ValueError(
+            f"report() of {len(data)} bytes; allowed: {REPORT_LIMIT}, for a few numbers. Return larger values"
+        )
+    if slot is not None:
+        with _report_lock:
+            slot.board.ring(slot.local_rank).add(data)
+
+
+def _plain(name: str, value: object) -> Value:
+    item = getattr(value, "item", None)
+    plain = item() if callable(item) else value
+    if plain is None or isinstance(plain, bool | int | float | str):
+        return plain
+    raise TypeError(f"report({name}={type(value).__name__}): allowed: a number, a short string, or None")
 
 
 def _alone(iterable: Iterable[T], desc: str, total: int | None) -> Iterable[T]:
@@ -103,7 +140,7 @@ def _counted(iterable: Iterable[T], desc: str, total: int, here: Slot) -> Iterat
     try:
         for done, item in enumerate(iterable, 1):
             yield item
-            # After the item, so that a rank that hangs in its loop stands at the last step which it has finished.
+            # After the item, so that a rank that hangs in its loop shows the last step that it has finished.
             here.board.count(here.local_rank, done)
             if here.steps is not None:
                 here.steps.turn()

@@ -1,1 +1,1 @@
-"""Processes that others have started become ranks."""
+"""Processes that another launcher has started become ranks."""

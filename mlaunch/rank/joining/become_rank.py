@@ -1,4 +1,4 @@
-"""A process that something else started becomes a rank, and leaves the ranks."""
+"""A process that another launcher started becomes a rank, and leaves the ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def become_rank(
     verbose: bool = False,
     timeout: float | None = _TIMEOUT,
 ) -> None:
-    """Makes this process the rank that ``info`` describes. Raises as ``join``."""
+    """Make this process the rank that ``info`` describes. Raises as ``join``."""
     import torch
     import torch.distributed as dist
 
@@ -53,7 +53,7 @@ def become_rank(
     _complete_environment(info)
     store = _meet(info, timeout)
     group.join_world(store, group.Membership(info.rank, info.world_size, chosen, timeout, device_of_rank))
-    # A gloo group that the interpreter's end destructs may wait for its threads for ever.
+    # A gloo group that is destructed at the interpreter's end may wait for its threads for ever.
     atexit.register(leave)
     current_device.note_device(device_of_rank)
     if seed is not None:
@@ -64,25 +64,25 @@ def become_rank(
 
 
 def _meet(info: RankInfo, timeout: float | None) -> dist.Store:
-    """Returns the store of the ranks, which rank 0 hosts; under torchrun its agent may, and a ``Server`` anywhere."""
+    """Return the store of the ranks, hosted by rank 0, by a ``Server``, or by torchrun's agent."""
     import torch.distributed as dist
 
     limit = device.limit(timeout)
     url = "env://" if info.launcher == "torchrun" else f"tcp://{_in_brackets(info.host)}:{info.port}"
-    # Asked first: torch's own server would raise that the address is in use, or wait for a client that is none.
+    # Checked first: torch's own server would raise that the address is in use, or wait for a client that never comes.
     if info.rank == 0 and url != "env://" and is_taken(info.port):
         store = _store_that_is_there(info, limit)
     else:
         store = tcp_store.rendezvous(url, info.rank, info.world_size, limit)
-    # Only now: the store that was found may have been made with another.
+    # The store that was found may have another timeout.
     store.set_timeout(limit)
-    # As torch's own, so that ranks without mlaunch find it. A server may see several worlds, one after the other.
+    # Torch's own prefix, so that ranks without mlaunch meet us. A server may serve several worlds, one after the other.
     before = store.add(f"mlaunch/worlds/of rank {info.rank}", 1) - 1
     return dist.PrefixStore(f"default_pg/{before}" if before else "default_pg", store)
 
 
 def _store_that_is_there(info: RankInfo, limit: timedelta) -> dist.Store:
-    """Connects to the server that listens at rank 0's port, in a thread: torch would wait for a silent one for ever."""
+    """Connect to the server that listens at rank 0's port, in a thread: torch would wait for a silent one for ever."""
     import torch.distributed as dist
 
     seconds = min(limit.total_seconds(), _ANSWER_TIMEOUT)
@@ -102,18 +102,17 @@ def _store_that_is_there(info: RankInfo, limit: timedelta) -> dist.Store:
             return found
     raise RuntimeError(
         f"rank 0 cannot host the ranks' store at port {info.port}, which is taken, and what listens there is no "
-        f"mlaunch.Server either; give a free port, or the one of a server"
+        f"mlaunch.Server; give a free port, or that of a server"
     )
 
 
 def _complete_environment(info: RankInfo) -> None:
-    """Sets what libraries look for and the launcher left out."""
+    """Set the variables that libraries read and the launcher has not set."""
     known = environment.identity(
         info.rank, info.world_size, info.local_rank, info.local_world_size, info.host, info.port
     )
     for name, value in {**known, recognise.OWNER: str(os.getpid())}.items():
-        # What the launcher has set stays: others may have read it.
-        os.environ.setdefault(name, value)
+        os.environ.setdefault(name, value)  # the launcher's own stay: libraries may have read them
 
 
 def _in_brackets(host: str) -> str:
@@ -121,7 +120,7 @@ def _in_brackets(host: str) -> str:
 
 
 def leave() -> None:
-    """Leaves the group that this process has joined, if it has not left yet."""
+    """Leave the group that this process has joined, if it has not left yet."""
     import torch.distributed as dist
 
     if dist.is_initialized():

@@ -1,4 +1,4 @@
-"""Recognises, from its environment, a process that another launcher started as a rank.
+"""Recognition of ranks that another launcher started, from their environment.
 
 In this order, each by variables that nothing else sets:
 
@@ -10,7 +10,7 @@ In this order, each by variables that nothing else sets:
    daemon on each node by srun, whose variables all ranks there inherit;
 4. ``OMPI_COMM_WORLD_RANK`` and ``OMPI_COMM_WORLD_SIZE``: a process of Open MPI's mpirun.
 
-``MLAUNCH_JOIN=0`` turns recognition off. A process that a rank of mlaunch started is no rank, though it inherits the
+``MLAUNCH_JOIN=0`` turns recognition off. A process that a rank of mlaunch started is no rank, although it inherits the
 variables of one.
 """
 
@@ -49,7 +49,11 @@ class RankInfo:
 
 
 def recognise(environ: Mapping[str, str]) -> RankInfo | None:
-    """Returns the place of this process; None if nobody started it as a rank. RuntimeError as the functions below."""
+    """Return the place of this process; None if it was not started as a rank.
+
+    Raises:
+        RuntimeError: A variable of its launcher is missing or is no number, or does not say where rank 0 is.
+    """
     switched_off = environ.get(SWITCH, "1").lower() in {"0", "off", "false", "no"}
     # What a rank starts inherits RANK and the like, but would join as a second process of that rank.
     if switched_off or environ.get(OWNER, str(os.getpid())) != str(os.getpid()):
@@ -59,7 +63,7 @@ def recognise(environ: Mapping[str, str]) -> RankInfo | None:
     if environ.get("SUBMITIT_EXECUTOR") == "local" and all(name in environ for name in _SUBMITIT):
         return from_submitit(environ)
     of_srun, of_mpirun = (all(name in environ for name in names) for names in (_SLURM, _OPENMPI))
-    # A task of srun's that has called MPI_Init has both, which agree; srun's say more.
+    # A task of srun that has called MPI_Init has both, which agree; srun's say more.
     if of_srun and not (of_mpirun and _places(environ, _OPENMPI) != _places(environ, ("SLURM_PROCID", _SLURM[0]))):
         return from_slurm(environ)
     return from_openmpi(environ) if of_mpirun else None
@@ -77,7 +81,7 @@ def from_torch(environ: Mapping[str, str]) -> RankInfo:
 
 
 def from_submitit(environ: Mapping[str, str]) -> RankInfo:
-    """Reads a task of submitit's local executor, all of whose tasks are on this machine."""
+    """Read a task of submitit's local executor, all of whose tasks are on this machine."""
     rank = _number(environ, "SUBMITIT_LOCAL_GLOBALID", "submitit")
     size = _number(environ, "SUBMITIT_LOCAL_NTASKS", "submitit")
     host, port = _meeting_place(environ, "submitit", f"submitit {environ['SUBMITIT_LOCAL_JOB_ID']}", _LOOPBACK)
@@ -85,7 +89,7 @@ def from_submitit(environ: Mapping[str, str]) -> RankInfo:
 
 
 def from_slurm(environ: Mapping[str, str], host: str | None = None, port: int | None = None) -> RankInfo:
-    """Reads srun's variables. ``host`` and ``port`` of rank 0: None as ``_meeting_place``."""
+    """Read srun's variables. ``host`` and ``port`` of rank 0: None as ``_meeting_place``."""
     rank = _number(environ, "SLURM_PROCID", "srun")
     step = "SLURM_STEP_NUM_TASKS" in environ
     size = _number(environ, "SLURM_STEP_NUM_TASKS" if step else "SLURM_NPROCS", "srun")
@@ -102,7 +106,7 @@ def from_slurm(environ: Mapping[str, str], host: str | None = None, port: int | 
 
 
 def from_openmpi(environ: Mapping[str, str], host: str | None = None, port: int | None = None) -> RankInfo:
-    """Reads mpirun's variables. ``host`` and ``port`` of rank 0: None as ``_meeting_place``."""
+    """Read mpirun's variables. ``host`` and ``port`` of rank 0: None as ``_meeting_place``."""
     rank, size = _number(environ, "OMPI_COMM_WORLD_RANK", "mpirun"), _number(environ, "OMPI_COMM_WORLD_SIZE", "mpirun")
     local_rank = _optional(environ, "OMPI_COMM_WORLD_LOCAL_RANK")
     local_world_size = _optional(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
@@ -113,12 +117,12 @@ def from_openmpi(environ: Mapping[str, str], host: str | None = None, port: int 
 
 
 def _meeting_place(environ: Mapping[str, str], launcher: str, job: str, host: str | None) -> tuple[str, int]:
-    """Returns ``MASTER_ADDR`` and ``MASTER_PORT``, or ``host`` and a port that all draw from the job's name."""
+    """Return ``MASTER_ADDR`` and ``MASTER_PORT``, or ``host`` and a port that all ranks derive from the job's name."""
     host = environ.get("MASTER_ADDR", host)
     if host is None:
         raise RuntimeError(
             f"{launcher} started this process on one of several machines, and does not say where rank 0 is: "
-            f"set MASTER_ADDR to its address (and MASTER_PORT to a free port there)"
+            f"set MASTER_ADDR to the address of rank 0 (and MASTER_PORT to a free port there)"
         )
     first, count = _PORTS
     port = _optional(environ, "MASTER_PORT")
@@ -126,7 +130,7 @@ def _meeting_place(environ: Mapping[str, str], launcher: str, job: str, host: st
 
 
 def _first_of(nodes: str) -> str | None:
-    """Returns the first of Slurm's list of nodes, which only Slurm can read: "gpu[03-07,11]"."""
+    """Return the first of Slurm's list of nodes, which only Slurm can read: "gpu[03-07,11]"."""
     try:
         shown = subprocess.run(
             ["scontrol", "show", "hostnames", nodes],
@@ -135,7 +139,7 @@ def _first_of(nodes: str) -> str | None:
             check=True,
             timeout=_SCONTROL_TIMEOUT,
         )
-    # Without scontrol (in a container, say) the user is asked for MASTER_ADDR.
+    # Without scontrol (in a container, say) an error asks for MASTER_ADDR.
     except (OSError, subprocess.SubprocessError):
         return None
     return shown.stdout.split()[0]

@@ -1,1 +1,1 @@
-"""What makes a process a rank: environment, device, group."""
+"""Steps that make a process a rank: environment, device, group."""

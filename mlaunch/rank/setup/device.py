@@ -1,8 +1,8 @@
 """The devices, backend and threads that a rank gets, and what its torch offers.
 
-Ranks see only the devices of their launch, through the variable with which each kind of device hides the others, so
-device i is local rank i's for every library, whichever ``devices`` were picked. Counting devices may wake a driver,
-after which no fork can use it, so it is done in a process of its own.
+Ranks see only the devices of their launch, by the variable that hides the others of that kind: so device i is local
+rank i's for every library, whichever ``devices`` were picked. Counting devices may wake a driver, after which no fork
+can use it, so a process of its own does that.
 """
 
 from __future__ import annotations
@@ -29,42 +29,40 @@ _HIDING = {
 _BELOW = "ROCR_VISIBLE_DEVICES"  # hides devices from HIP itself, which counts the others from 0
 _INSTANCE = "MIG-"
 _OLDEST = (2, 6)  # of torch; docs/install.rst, setup.cfg and the README say it, too
-_NONE_GIVEN = "privateuseone"  # what torch calls the place for a backend that nobody has taken
+_NONE_GIVEN = "privateuseone"  # torch's name of the place for a backend if there is none
 _UNLIMITED_DAYS = 10_000
 
 
 def usable_cpus() -> int:
-    """Counts the CPUs that this process may run on."""
+    """Count the CPUs that this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
 def threads_of(ranks: int) -> int:
-    """Returns each rank's share of those CPUs, for parallel operations."""
+    """Return each rank's share of the usable CPUs, for parallel operations."""
     return max(1, usable_cpus() // ranks)
 
 
 def visible(runtime: str, devices: Sequence[int], environ: Mapping[str, str]) -> str:
-    """Returns these of the visible devices as the machine names them: the value of the variable that hides others."""
-    # Devices are picked by the variable that hides the others: local rank and number then agree for every library.
+    """Return these of the visible devices as the machine names them: a value for the variable that hides others."""
     shown = [name.strip() for name in _shown(runtime, environ).split(",") if name.strip()]
     return ",".join(shown[device] if shown else str(device) for device in devices)
 
 
 def instances(environ: Mapping[str, str]) -> list[str]:
-    """Returns the MIG instances that CUDA's variable names, of which CUDA shows a process the first alone."""
-    # By name, as the driver has no numbers for instances.
+    """Return the MIG instances that CUDA's variable names, of which CUDA shows a process only the first."""
     names = [name.strip() for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     return names if all(name.startswith(_INSTANCE) for name in names) else []
 
 
 def seen_by(local_rank: int, visible_devices: str) -> str:
-    """Returns what a rank sees of its launch's devices: all, or its own MIG instance."""
+    """Return what a rank sees of its launch's devices: all, or its own MIG instance."""
     names = visible_devices.split(",")
     return names[local_rank] if names[0].startswith(_INSTANCE) else visible_devices
 
 
 def _shown(runtime: str, environ: Mapping[str, str]) -> str:
-    """Returns what the variable says that counts; "": all devices, by number."""
+    """Return the value of the variable that counts; "": all devices, by number."""
     first, *others = _HIDING.get(runtime, ("",))
     # HIP heeds its own variable before CUDA's, and both count what ROCR's leaves; torch counts in the same way.
     if first in environ or (runtime == "rocm" and _BELOW in environ):
@@ -73,20 +71,20 @@ def _shown(runtime: str, environ: Mapping[str, str]) -> str:
 
 
 def hides(runtime: str) -> bool:
-    """Tells whether this runtime has a variable that hides devices."""
+    """True if this runtime has a variable that hides devices."""
     return runtime in _HIDING
 
 
 def hiding(runtime: str, value: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variable that shows these devices alone, and others like it that would contradict it."""
+    """Return the variable that shows only these devices, and others like it that would contradict it."""
     first, *others = _HIDING[runtime]
     # CUDA's too, where it is set: some libraries refuse to start where the two differ.
     return {name: value for name in (first, *(other for other in others if other in environ))}
 
 
 def choose_backend(backend: str | None, device_type: str, ready: Ready) -> str:
-    """Returns the backend string for ``init_process_group``. ValueError for one that this torch does not offer."""
-    # A group on an accelerator gets gloo besides, since objects and CPU tensors travel in the same group.
+    """Return the backend string for ``init_process_group``. ValueError for one that this torch does not offer."""
+    # A group on an accelerator gets gloo, too, for objects and CPU tensors.
     if backend is None and device_type == "cpu":
         return "gloo"
     if backend is None:
@@ -98,7 +96,7 @@ def choose_backend(backend: str | None, device_type: str, ready: Ready) -> str:
 
 
 def offered() -> Ready:
-    """Tells what the torch of this process offers, without waking a device. TooOldError as ``check_version``."""
+    """Return what the torch of this process offers, without waking a device. TooOldError as ``check_version``."""
     check_version()
     import torch
     import torch.distributed as dist
@@ -117,7 +115,7 @@ def offered() -> Ready:
 
 
 def _own_backend(kind: str | None, names: Sequence[str]) -> str | None:
-    """Names torch's own backend for tensors of this kind, or else gloo if that takes them; None if neither is there."""
+    """Return torch's own backend for tensors of this kind, else gloo if that takes them; None if neither is there."""
     from torch.distributed import Backend
 
     # Plugins enter their backends in this map.
@@ -126,28 +124,27 @@ def _own_backend(kind: str | None, names: Sequence[str]) -> str | None:
 
 
 def runtime_of(kind: str | None) -> str | None:
-    """Names the runtime of this kind of accelerator, whose variables hide devices."""
+    """Return the runtime of this kind of accelerator, whose variables hide devices."""
     import torch
 
     return "rocm" if kind == "cuda" and torch.version.hip else kind
 
 
 def accelerator() -> str | None:
-    """Names the kind of accelerator that torch was built for, or was given by a backend; leaves its driver asleep."""
+    """Return the kind of accelerator that torch was built for, or got from a plugin; leave its driver asleep."""
     import torch
 
     if version() >= (2, 7):
         found = torch.accelerator.current_accelerator()
-        # From 2.7 on it says what torch was built for, and leaves the driver asleep.
         return None if found is None else found.type
-    # That of torch 2.6 wakes the driver (pytorch#146098), after which no fork can use CUDA; without a device it raises.
+    # In torch 2.6 that wakes the driver (pytorch#146098), after which no fork can use CUDA; without a device it raises.
     given = torch._C._get_privateuse1_backend_name()
     there = {given: given != _NONE_GIVEN, "cuda": torch._C._has_cuda, "xpu": torch.xpu._is_compiled()}
     return next((kind for kind, is_there in there.items() if is_there), None)
 
 
 def version() -> tuple[int, int]:
-    """Returns torch's version, as far as anything depends on it."""
+    """Return torch's version, as far as anything depends on it."""
     import torch
 
     major, minor = str(torch.__version__).split(".")[:2]
@@ -155,7 +152,7 @@ def version() -> tuple[int, int]:
 
 
 def check_version() -> None:
-    """Raises TooOldError for a torch that mlaunch cannot work with."""
+    """Raise TooOldError for a torch that mlaunch cannot work with."""
     if version() < _OLDEST:
         import torch
 
@@ -166,11 +163,11 @@ def check_version() -> None:
 
 
 class TooOldError(RuntimeError):
-    """This torch lacks what mlaunch needs of it."""
+    """The installed torch is too old for mlaunch."""
 
 
 def bind(spec: LaunchSpec, local_rank: int) -> torch.device:
-    """Makes this rank's device the current one, before any group is made (NCCL ties itself to it)."""
+    """Make this rank's device the current one, before any group is made (NCCL ties itself to it)."""
     import torch
 
     if spec.devices.type == "cpu":
@@ -178,14 +175,14 @@ def bind(spec: LaunchSpec, local_rank: int) -> torch.device:
     if not hides(spec.devices.type):
         index = int(spec.device(local_rank).rpartition(":")[2])
     else:
-        # CUDA shows a process the first MIG instance alone, so each rank sees only its own, as device 0.
+        # Each rank sees only its own MIG instance, as device 0.
         index = 0 if (spec.devices.visible or "").startswith(_INSTANCE) else local_rank
     torch.accelerator.set_device_index(index)
     return torch.device(spec.devices.type, index)
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for the device's queued work, so that its errors belong to the function that caused them."""
+    """Wait for the device's queued work, so that its errors belong to the function that caused them."""
     import torch
 
     if device.type != "cpu":
@@ -193,15 +190,15 @@ def synchronize(device: torch.device) -> None:
 
 
 def share_cores(spec: LaunchSpec) -> None:
-    """Gives each rank its share of the cores for parallel operations, or what the user chose."""
+    """Give each rank its share of the cores for parallel operations, or what the user chose."""
     import torch
 
     chosen = spec.context.environ.get("OMP_NUM_THREADS")
-    # As many threads as cores in each rank would be ranks times as many; torchrun takes 1, and warns.
+    # torchrun sets 1, and warns.
     if chosen is None:
         threads = threads_of(spec.local_world_size)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # for what the rank itself starts
-    else:  # torch was imported before, maybe with another number; OpenMP allows one for each level of nesting
+    else:  # torch was imported before, maybe with another number; OpenMP takes one for each level of nesting
         first = chosen.partition(",")[0].strip()
         threads = int(first) if first.isdecimal() else 0  # which OpenMP would ignore, too
     if threads > 0 and threads != torch.get_num_threads():
@@ -209,10 +206,10 @@ def share_cores(spec: LaunchSpec) -> None:
 
 
 def only(local_rank: int, environ: Mapping[str, str], runtime: str | None) -> dict[str, str]:
-    """Returns the variable that leaves a rank its own device alone. ``runtime`` None: CUDA, as torchrun.
+    """Return the variable that shows a rank only its own device. ``runtime`` None: CUDA, as with torchrun.
 
     Raises:
-        ValueError: The variable shows fewer devices than that.
+        ValueError: The variable shows no device to this rank.
     """
     runtime = runtime or "cuda"
     if not hides(runtime):
@@ -225,7 +222,7 @@ def only(local_rank: int, environ: Mapping[str, str], runtime: str | None) -> di
 
 
 def limit(timeout: float | None) -> timedelta:
-    """Returns a timeout in seconds as torch takes it; None, no limit, as one that no job outlives."""
+    """Return a timeout in seconds as torch takes it; for None, no limit, one that no job outlives."""
     from datetime import timedelta
 
     # timedelta.max overflows torch's nanoseconds in 64 bits.

@@ -11,15 +11,15 @@ from mlaunch.rank.joining.recognise import OWNER
 from mlaunch.rank.setup import device
 from mlaunch.rendezvous import tcp_store
 
-# A rank needs no token, and all that it starts would have it. What the caller has of torchrun's store is about that of
-# the launch which the caller is part of.
+# A rank needs no token, and all that it starts would have it. The caller's variable about torchrun's store is about the
+# launch that the caller is part of.
 _NOT_PASSED_ON = {token.VARIABLE, tcp_store.HOSTED_BY_AGENT}
 
 
 def identity(
     rank: int, world_size: int, local_rank: int | None, local_world_size: int | None, address: str, port: object
 ) -> dict[str, str]:
-    """Returns the variables that every launcher sets; without those that are None."""
+    """Return the variables that every launcher sets, without those that are None."""
     known = {
         "RANK": rank,
         "WORLD_SIZE": world_size,
@@ -32,7 +32,7 @@ def identity(
 
 
 def of_rank(spec: LaunchSpec, local_rank: int, address: str, port: object) -> dict[str, str]:
-    """Returns the whole environment of a rank that runs a function."""
+    """Return the whole environment of a rank that runs a function."""
     rank = spec.rank(local_rank)
     launch = {
         "ROLE_RANK": rank,
@@ -44,7 +44,7 @@ def of_rank(spec: LaunchSpec, local_rank: int, address: str, port: object) -> di
         "TORCHELASTIC_RESTART_COUNT": spec.restarts.count,
         "TORCHELASTIC_MAX_RESTARTS": spec.restarts.most,
         "TORCHELASTIC_RUN_ID": spec.launch_id,
-        OWNER: os.getpid(),  # whose RANK it is: what a rank starts inherits these, but is no rank
+        OWNER: os.getpid(),  # of RANK: a process that a rank starts inherits these, but is no rank
     }
     own = identity(rank, spec.world_size, local_rank, spec.local_world_size, address, port)
     theirs = {name: value for name, value in spec.context.environ.items() if name not in _NOT_PASSED_ON}
@@ -59,10 +59,10 @@ def _defaults(spec: LaunchSpec, local_rank: int) -> dict[str, str]:
     environ = spec.context.environ
     chosen = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     interface = spec.nodes.interface
-    if interface:  # "lo" on one machine: NCCL's ranks would meet on the first interface, where others reach it
+    if interface:  # "lo" on one machine: NCCL takes the first interface by itself, where others reach its ranks
         chosen |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     found = {name: value for name, value in chosen.items() if name not in environ}
-    if tcp_store.lacks_libuv:  # then torch's own store raises in all ranks that do not know it
+    if tcp_store.lacks_libuv:  # without this, torch's own store raises in all ranks then
         found[tcp_store.VARIABLE] = "0"
     if spec.devices.visible is not None and device.hides(spec.devices.type):
         runtime = device.runtime_of(spec.devices.type) or spec.devices.type

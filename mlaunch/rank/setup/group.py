@@ -1,4 +1,4 @@
-"""Joins a process group: the one way in which a process becomes a member of its world."""
+"""The process group: the one way in which a process becomes a member of its world."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from mlaunch.rendezvous.store_client import StoreClient
 
-# The release of torch in which a group's destructor certainly does not hold the interpreter lock while it waits for
-# threads that may wait for the lock. That of 2.6 does; others were not tried.
+# The oldest torch that is known to destruct a group without holding the interpreter lock while it waits for threads
+# that may wait for the lock. 2.6 holds it; those in between were not tried.
 DESTRUCTIBLE = (2, 13)
 
 
@@ -34,7 +34,7 @@ class Membership:
 
 
 def join_world(store: dist.Store, member: Membership) -> None:
-    """Makes torch's default process group. Collective, over all ranks that know the store."""
+    """Make torch's default process group. Collective, over all ranks that know the store."""
     import torch.distributed as dist
 
     bound = member.device if member.device is not None and _serves(member.backend, member.device.type) else None
@@ -44,7 +44,7 @@ def join_world(store: dist.Store, member: Membership) -> None:
         rank=member.rank,
         world_size=member.world_size,
         timeout=device.limit(member.timeout),
-        # Bound at once: NCCL then connects here and not in the first collective, whose time limit that would be.
+        # Bound at once: NCCL then connects here, and not within the time limit of the first collective.
         device_id=bound,
     )
 
@@ -60,7 +60,7 @@ def _serves(backend: str, device_type: str) -> bool:
 
 
 def lift_limits() -> None:
-    """Give groups that user code makes no limit, either, unless it says one."""
+    """Give groups that user code makes no time limit, either, unless it sets one."""
     from mlaunch.torch_parts import limits
 
     limits.lift(device.limit(None))
@@ -75,13 +75,13 @@ def meet_and_join(
     again: int = 0,
     before: int = 0,
 ) -> None:
-    """Joins the other ranks of a launch, whose store is at ``rendezvous``. Collective.
+    """Join the other ranks of a launch, whose store is at ``rendezvous``. Collective.
 
-    ``again``: a number that all ranks know, if they have left the group that they were in; each time another one.
-    ``before``: that of the group that they have left.
+    ``again``: to join after the group was left: a number that all ranks know, each time another one. ``before``: the
+    number of the group that was left.
 
     Raises:
-        TimeoutError: Some ranks did not come; it names them.
+        TimeoutError: Some ranks did not come; the error names them.
     """
     import torch.distributed as dist
 
@@ -98,14 +98,13 @@ def _meet(spec: LaunchSpec, rendezvous: tuple[str, int], member: Membership, nam
     from mlaunch.rendezvous.store_client import StoreClient
 
     client = StoreClient(*rendezvous, name, device.limit(spec.timeout))
-    # So that who waits in vain can name who did not come.
-    client.arrive(member.rank)
+    client.arrive(member.rank)  # so that the others can name the ranks that did not come
     try:
         join_world(client.store, member)
         local_group = load.at_hand("comm", "rank.local_group") if spec.nodes.count > 1 else None
         if local_group is not None:
             local_group.form(list(range(spec.rank_start, spec.rank_start + spec.local_world_size)))
-        # gloo lets a rank go while others still greet it; one that then returned at once would break their groups.
+        # gloo returns from here while others still connect; a rank that ended at once would break their groups.
         client.meet("mlaunch/joined", spec.world_size)
         return client
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Makes a forked process like that of a new interpreter, and ends it like one."""
+"""A forked process is made like that of a new interpreter, and ends like one."""
 
 from __future__ import annotations
 
@@ -34,21 +34,19 @@ def _plain(fd: int) -> io.FileIO:
 def reset_process(
     *, of_a_function: bool = True, open_stream: Callable[[int], io.FileIO] = _plain, own_handlers_alone: bool = False
 ) -> None:
-    """Makes a forked process fresh: signals, streams, exit handlers, collector as a new interpreter has them.
+    """Give a forked process the signals, streams, exit handlers and collector of a new interpreter.
 
     A command keeps the exit handlers of the modules that were imported for it, and chooses its streams.
-    ``own_handlers_alone``: of logging's handlers only those made from now on are closed at the end. Those of a fork
-    server are torch's, which hold nothing, and closing its 40 takes longer than a small function.
+    ``own_handlers_alone``: of logging's handlers, close only those made from now on at the end. Those of a fork server
+    are torch's, which hold nothing, and closing its 40 takes longer than a small function.
     """
-    # The caller's event loop would get a byte for each signal of this rank.
-    signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(-1)  # the caller's event loop would get a byte for each signal of this rank
     for number in _INHERITED_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Last, when no inherited handler is left that what was held back could run.
+    # Last, when a signal that was held back can no longer run an inherited handler.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     multiprocessing.process._children.clear()  # type: ignore[attr-defined]  # which are the caller's
-    # A command's modules were imported for it alone, so their exit handlers are its own.
     if of_a_function:
         atexit._clear()
         inherited = list(logging._handlerList) if own_handlers_alone else []  # type: ignore[attr-defined]
@@ -57,8 +55,7 @@ def reset_process(
             sys.stdin.close()
         sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 - it lives as long as the process
         sys.stdout, sys.stderr = _by_lines(open_stream(1)), _by_lines(open_stream(2))
-    # The fork server has turned it off, for its imports.
-    gc.enable()
+    gc.enable()  # the fork server has disabled it for its imports
 
 
 def _shut_down_logging(inherited: list[object]) -> None:
@@ -67,22 +64,22 @@ def _shut_down_logging(inherited: list[object]) -> None:
 
 
 def leave_to_caller(numbers: Sequence[int]) -> None:
-    """Lets these signals do nothing here, which a scheduler may send to all processes of a job.
+    """Ignore these signals here, which a scheduler may send to all processes of a job.
 
-    Forks block them, as a data loader's workers have handlers of their own, and so does what multiprocessing starts for
-    its workers: those of a data loader are forks of that from Python 3.14 on. Another program has the usual.
+    Forks block them, since a data loader's workers set handlers of their own. So does the process that multiprocessing
+    starts for its workers: a data loader's are forks of it from Python 3.14 on. Other programs get the defaults.
     """
     for number in numbers:
         signal.signal(number, _do_nothing)
     if numbers:
         in_forks(lambda: _signal.pthread_sigmask(signal.SIG_BLOCK, numbers))
-        # The one place through which multiprocessing starts its fork server and resource tracker.
+        # Multiprocessing starts its fork server and its resource tracker through this.
         start = multiprocessing.util.spawnv_passfds
         vars(multiprocessing.util)["spawnv_passfds"] = functools.partial(_start_blocking, numbers, start)
 
 
 def _start_blocking(numbers: Sequence[int], start: Callable[..., int], *args: Any) -> int:
-    """Starts a program that blocks these signals, as all its children do then."""
+    """Start a program that blocks these signals, as all its children will."""
     before = _signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         return start(*args)
@@ -106,8 +103,8 @@ def noting_variables() -> Iterator[None]:
 
 
 def _after_imports(wanted: dict[str, str]) -> dict[str, str]:
-    """Return variables as the modules that are imported would have left them, had they been imported under these."""
-    # Not where the module has met another value: it may have left that alone.
+    """Return the variables as the imported modules would have left them, if they had been imported under these."""
+    # Only where the module has met the same value: it may leave others as they are.
     changed = {name: after for name, (before, after) in _set_by_imports.items() if wanted.get(name) == before}
     found: dict[str, str | None] = {**wanted, **changed}
     return {name: value for name, value in found.items() if value is not None}
@@ -117,7 +114,7 @@ _set_by_imports: dict[str, tuple[str | None, str | None]] = {}
 
 
 def set_environ(wanted: dict[str, str]) -> None:
-    """Makes it the whole environment; the clock and the directory of temporary files follow."""
+    """Replace the whole environment; the time zone and the directory of temporary files follow."""
     wanted = _after_imports(wanted) if _set_by_imports else wanted
     zone, places = os.environ.get("TZ"), [os.environ.get(name) for name in _TEMPORARY]
     for name in os.environ.keys() - wanted.keys():
@@ -132,23 +129,23 @@ def set_environ(wanted: dict[str, str]) -> None:
 
 
 def _by_lines(file: io.FileIO) -> TextIO:
-    # By lines, so that lines of several ranks do not mix and a killed rank's last ones are not lost.
+    # By lines: those of several ranks do not mix, and a killed rank's last ones are not lost.
     return Text(WholeLines(file), encoding="utf-8", errors="backslashreplace", write_through=True)
 
 
 def flush() -> None:
-    """Flushes the standard streams, Python's and C's."""
+    """Flush the standard streams, Python's and C's."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except Exception:  # None, a full disk, closed, what a user's stream raises: nobody is left to hear of it
+        except Exception:  # None, a full disk, closed, what a user's stream raises: there is nobody to report it to
             continue
     # C++ of extensions prints through C's buffers, which os._exit drops.
     _libc.fflush(None)
 
 
 def fill_streams() -> None:
-    """Opens the standard streams that are closed, on nothing: what is opened next would take their numbers."""
+    """Open standard streams that are closed on /dev/null: the next file that is opened would take their numbers."""
     for fd in range(3):
         try:
             os.fstat(fd)
@@ -157,7 +154,7 @@ def fill_streams() -> None:
 
 
 def exit_code(leaving: SystemExit) -> int:
-    """Says what an interpreter would give for sys.exit(...), after printing what it prints."""
+    """Return the status of an interpreter for sys.exit(...), after printing what it prints."""
     if leaving.code is None or isinstance(leaving.code, int):
         return (leaving.code or 0) & 0xFF
     print(leaving.code, file=sys.stderr)
@@ -165,10 +162,7 @@ def exit_code(leaving: SystemExit) -> int:
 
 
 class StampedFile(io.FileIO):
-    """A standard stream of a rank. ``stamp`` notes the time of the bytes from one position to another.
-
-    It does so before they are written, so that no reader is ahead of it.
-    """
+    """A standard stream of a rank. ``stamp`` notes the time of the bytes from one position to another."""
 
     def __init__(self, fd: int, stamp: Callable[[int, int], None]) -> None:
         super().__init__(fd, "wb", closefd=False)

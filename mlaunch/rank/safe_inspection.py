@@ -1,4 +1,4 @@
-"""What an object is and holds, found by looking alone: no code of its class runs, which might communicate, or raise."""
+"""Inspection of objects that runs no code of their classes, which might communicate, or raise."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def is_a(value: Any, kind: type) -> bool:
 
 
 def is_just(value: Any, *kinds: type) -> bool:
-    """True if it is of one of these classes, not of one made of them."""
+    """True if it is of one of these classes, not of a subclass."""
     return any(type(value) is kind for kind in kinds)
 
 
@@ -83,7 +83,7 @@ def field(value: object, name: str) -> Any:
     torch: Any = sys.modules.get("torch")
     if torch is None or not is_a(value, torch.Tensor):
         return found.__get__(value)
-    with torch._C.DisableTorchFunctionSubclass():  # else a class made of tensors would be asked
+    with torch._C.DisableTorchFunctionSubclass():  # else a subclass of tensors would run its own code
         return found.__get__(value)
 
 
@@ -103,7 +103,7 @@ def _own_size(value: Any) -> int:
     nbytes = field(value, "nbytes")
     if is_just(nbytes, int):
         return int(nbytes)
-    # Of anything else the object alone counts: to follow all references may lead through the whole process.
+    # Of anything else only the object counts: its references may lead through the whole process.
     if is_just(value, bytes, bytearray):
         return len(value)
     is_builtin = type.__dict__["__module__"].__get__(type(value)) == "builtins"
