@@ -14,8 +14,8 @@ from mlaunch.agent.inspection import Inspection
 from mlaunch.agent.peers import Peers
 from mlaunch.agent.rank_process import RankProcess
 from mlaunch.base import linux, orphans
-from mlaunch.base.child_ends import ChildEnds
 from mlaunch.base.frozen_record import frozen_record
+from mlaunch.base.orphans import ChildEnds
 from mlaunch.protocol.messages import AgentHears, AgentsEnd, Phase
 from mlaunch.protocol.result_queue import Results
 

@@ -20,9 +20,9 @@ from mlaunch.agent.peers import SharedFailure
 from mlaunch.agent.rank_process import RankProcess
 from mlaunch.agent.scene import AgentParts
 from mlaunch.agent.supervision import Supervision, System
-from mlaunch.base.child_ends import ChildEnds
 from mlaunch.base.deadline import NEVER
 from mlaunch.base.exceptions import RankFailure
+from mlaunch.base.orphans import ChildEnds
 from mlaunch.protocol import error_file, failures
 from mlaunch.protocol.messages import (
     CAUSE_DELAY,

@@ -1,1 +1,1 @@
-"""What every process may use: errors, the calls of Linux that the standard library lacks, seeds, words."""
+"""For every process: errors, the calls of Linux that the standard library lacks, seeds, words."""

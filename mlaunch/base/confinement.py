@@ -1,4 +1,4 @@
-"""What the kernel confines a process to: its namespaces, its root, its credentials, and what it can never do again."""
+"""The confinement of a process by the kernel: namespaces, root, credentials, and rights that it has given up."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _FILTERS = ("NoNewPrivs", "Seccomp", "Seccomp_filters")
 _ROWS = (
     "Uid", *_SETS, "CapInh", *_CAPABILITIES, "CapAmb", *_FILTERS, "Cpus_allowed_list", "Mems_allowed_list"
 )  # fmt: skip
-# Whom its work is counted for, which gives no right to anything.
+# The accounts that its work is counted for, which give no rights.
 _ACCOUNTS = {"cgroup": "cgroup", "login": "loginuid", "login session": "sessionid"}
 _MOST = 65_536
 _FEWER = "it has fewer rights"
 
 
 def confinement(process: int | str = "self") -> Confinement:
-    """Return what /proc says of a process.
+    """Return the confinement of a process, from /proc.
 
     Raises:
         OSError: There is no such process, or the kernel does not show it: it has another user's rights, more rights
@@ -41,7 +41,7 @@ def confinement(process: int | str = "self") -> Confinement:
 
 
 def read(path: str) -> str:
-    """Return what stands in a file of /proc, up to 64 KiB. OSError: there is none, or it is not shown."""
+    """Return the content of a file of /proc, up to 64 KiB. OSError: there is none, or it is not shown."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # not by Path, which takes five times as long
     try:
         return os.read(fd, _MOST).decode("utf-8", "replace")
@@ -80,7 +80,7 @@ def _hexadecimal(found: Mapping[str, str], name: str) -> int:
 
 
 def _text(path: str) -> str:
-    """Return what stands there; "" where this kernel has no such file, or does not show it."""
+    """Return the file's content; "" where this kernel has no such file, or does not show it."""
     with contextlib.suppress(OSError):
         return read(path).strip(" \n\0")
     return ""

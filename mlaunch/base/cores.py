@@ -1,4 +1,4 @@
-"""On which core a process does what, where the kernel's own choice costs milliseconds."""
+"""The cores that a process uses, where the kernel's own choice costs milliseconds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _FEW = 64  # threads
 
 
 def of_list(text: str) -> frozenset[int]:
-    """Return the numbers in a list as the kernel writes it, "0-7,16". ValueError for what is none."""
+    """Return the numbers in a list as the kernel writes it, "0-7,16". ValueError for any other text."""
     found: set[int] = set()
     for part in text.strip().split(",") if text.strip() else []:
         first, dash, last = part.strip().partition("-")
@@ -22,9 +22,9 @@ def of_list(text: str) -> frozenset[int]:
 
 
 def wait_on_one(number: int) -> set[int]:
-    """Keeps the calling thread to one core, chosen by ``number``; returns those that it had, for ``leave``.
+    """Restrict the calling thread to one core, chosen by ``number``; return those that it had, for ``leave``.
 
-    Whoever wakes several processes at once often finds them on one core, one after the other, while others are idle.
+    Several processes that are woken at once often run on one core, one after the other, while others are idle.
     """
     before = os.sched_getaffinity(0)
     with contextlib.suppress(OSError):
@@ -34,25 +34,25 @@ def wait_on_one(number: int) -> set[int]:
 
 
 def count() -> int:
-    """Returns how many this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def leave(before: set[int]) -> None:
-    """Lets the calling thread run where it could before; nowhere else if it has lost these cores meanwhile."""
+    """Give the calling thread its cores back; do nothing if it has lost them meanwhile."""
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, before)
 
 
 def end_on_one(number: int) -> None:
-    """Makes the other threads of this process, which is about to end, end on one core, chosen by ``number``.
+    """Make the other threads of this process, which is about to end, end on one core, chosen by ``number``.
 
-    The last to end takes the process's memory down. Else those of several processes, which sleep where they happened to
-    run last, often do that one process after the other on one core, while others are idle.
+    The last to end frees the process's memory. Otherwise threads of several processes, which sleep where they ran last,
+    often do that on one core, one process after the other, while other cores are idle.
     """
     with contextlib.suppress(OSError):  # no /proc, no descriptor left, or one that has just ended
         threads = {int(name) for name in os.listdir("/proc/self/task")} - {threading.get_native_id()}
-        # A system call for each; a process with more has better things to do with its end.
+        # A system call for each: with more threads that would cost more than it saves.
         if len(threads) <= _FEW:
             one = {_one(number, os.sched_getaffinity(0))}
             for thread in threads:

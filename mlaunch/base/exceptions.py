@@ -1,4 +1,4 @@
-"""What a failed launch raises. Its users import the names from ``mlaunch`` or ``mlaunch.errors``."""
+"""The errors of a failed launch. Users import the names from ``mlaunch`` or ``mlaunch.errors``."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ class RankFailure:
 
     Attributes:
         rank: Global rank; None for a process of the launch that is no rank.
-        pid: Its process.
+        pid: The process.
         what: "raised ValueError: boom", "was killed by SIGKILL", "exited with code 3".
         phase: What it was doing, as far as known: "running the function".
-        host: Host name, empty if the rank could not say.
-        device: "cuda:1", "cpu"; empty if the rank could not say.
+        host: Host name; empty if it is not known.
+        device: "cuda:1", "cpu"; empty if it is not known.
         exitcode: As in multiprocessing, negative for a signal; None for a rank that reported an exception.
         type_name: The exception's qualified name; empty without one.
         traceback: The remote traceback; empty without one.
         consequence: It looks like the consequence of another rank's failure.
-        at: When the agent learned of it, in seconds of its monotonic clock.
-        hints: What the system knows of the reason, a line each.
-        subject: What failed, where that is no rank: another machine, the call there.
-        final: Somebody ended the launch, or its time was over: it is not started again.
-        late: A deadline was over, of this machine's call or another's.
-        kind: For programs: "raised", "killed", "out_of_memory", ...; ``docs/schema.json`` has them all.
+        at: The time at which the agent noticed it, in seconds of its monotonic clock.
+        hints: What the system knows about the reason, a line each.
+        subject: What failed, if it is no rank: another machine, the call there.
+        final: The launch was ended on purpose, or its time was over: it is not started again.
+        late: A deadline had passed, of the call on this machine or on another.
+        kind: For programs: "raised", "killed", "out_of_memory", ...; ``docs/schema.json`` lists them.
     """
 
     rank: int | None
@@ -60,14 +60,14 @@ class RankFailure:
 
     @property
     def place(self) -> str:
-        """Where it happened, for people."""
+        """The place of the failure, for people."""
         host = f"host {self.host}" if self.host else ""
         while_ = f"while {self.phase}" if self.phase else ""
         pid = f"pid {self.pid}" if self.pid else ""
         return ", ".join(part for part in (host, self.device, pid, while_) if part)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as programs read it, ready for JSON; ``docs/schema.json`` has the fields (``rank_failure``)."""
+        """Return it for programs, ready for JSON; ``docs/schema.json`` has the fields (``rank_failure``)."""
         from mlaunch.base import failure_data  # not needed by most calls
 
         exception = None
@@ -95,20 +95,20 @@ class RankFailure:
 class LaunchError(RuntimeError):
     """A launch failed.
 
-    Raised itself where there is no exception of a rank to raise (killed, exited, not picklable); otherwise the
-    ``__cause__`` of that exception.
+    Raised if there is no exception of a rank to raise (killed, exited, not picklable); otherwise the ``__cause__`` of
+    that exception.
 
     Attributes:
         failures: The cause first, then the others in the order in which they became known. Empty if the launch
             failed outside its ranks.
-        results: What finished ranks had returned, by global rank.
+        results: The values of ranks that had finished, by global rank.
         stacks: The main threads' Python stacks of the ranks that were still at work, by global rank.
-        log_dir: Where the ranks' output was written; None where it was not, or they have printed nothing.
+        log_dir: The directory of the ranks' output; None if it was not written, or they have printed nothing.
         kind: Of the cause, for programs: "raised", "killed", "out_of_memory", "deadline", "stopped", ...
     """
 
     log_dir: str | None = None
-    launch: FailedLaunch | None = None  # for as_dict(); None: it had none yet
+    launch: FailedLaunch | None = None  # for as_dict(); None: there was none yet
     reached: float | None = None  # the furthest step of mlaunch.report; None: none was reported
     recorded: Mapping[str, object] | None = None  # what the first rank to fail wrote into its TORCHELASTIC_ERROR_FILE
 
@@ -128,12 +128,12 @@ class LaunchError(RuntimeError):
     _usual_kind = "not_started"
 
     def __reduce__(self) -> tuple[object, ...]:
-        # pickle's own way would call the class with its message alone, and lose the failures.
+        # By default, pickle would call the class with only its message, and lose the failures.
         known = {"kind": self.kind, "log_dir": self.log_dir, "launch": self.launch}
         return type(self), (str(self), self.failures, self.results, self.stacks), known
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the failure as programs read it, ready for JSON; ``docs/schema.json`` has the fields (``failure``)."""
+        """Return the failure for programs, ready for JSON; ``docs/schema.json`` has the fields (``failure``)."""
         from mlaunch.base import failure_data
 
         launch = self.launch or failure_data.FailedLaunch("", "", 0)
@@ -153,26 +153,26 @@ class LaunchError(RuntimeError):
 class LaunchTimeout(LaunchError):
     """The deadline of a call passed before its ranks had finished.
 
-    Its ``failures`` are the ranks that had not finished: those that held up the others first, which are consequences.
+    Its ``failures`` are the ranks that had not finished: first those that held up the others; these are consequences.
     """
 
     _usual_kind = "deadline"
 
 
 class RanksLost(LaunchError):
-    """Ranks that stay are gone, and with them what they held."""
+    """Ranks that stay are gone, and so is what they held."""
 
     _usual_kind = "lost"
 
 
 def report_of(error: BaseException) -> LaunchError | None:
-    """Returns the report of a failed launch, for what its call raised; None for an error of another kind."""
+    """Return the report of the failed launch that raised this; None for another error."""
     report = error if isinstance(error, LaunchError) else error.__cause__
     return report if isinstance(report, LaunchError) else None
 
 
 def describe_exit(exitcode: int, *, of_python: bool = True) -> str:
-    """Returns an exit code in words: "was killed by SIGKILL", "exited with code 3 (sys.exit or os._exit)"."""
+    """Return an exit code in words: "was killed by SIGKILL", "exited with code 3 (sys.exit or os._exit)"."""
     if exitcode >= 0:
         return f"exited with code {exitcode}{' (sys.exit or os._exit)' if of_python else ''}"
     try:
@@ -182,4 +182,4 @@ def describe_exit(exitcode: int, *, of_python: bool = True) -> str:
 
 
 for _kind in (RankFailure, LaunchError, LaunchTimeout, RanksLost):
-    _kind.__module__ = "mlaunch.errors"  # under which tracebacks and pickles name them
+    _kind.__module__ = "mlaunch.errors"  # the public name, for tracebacks and pickles

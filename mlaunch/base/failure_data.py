@@ -1,4 +1,4 @@
-"""A failed launch as programs read it: the fields that ``docs/schema.json`` calls ``failure``."""
+"""A failed launch for programs: the fields that ``docs/schema.json`` calls ``failure``."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from mlaunch._version import SCHEMA
 from mlaunch.base.frames import is_library
 from mlaunch.base.frozen_record import frozen_record
-from mlaunch.base.schema import VERSION
 
-# By kind: whether the same may go well if it is started again unchanged, and what to do next.
+# By kind: True if the call may succeed when it is started again unchanged; and what to do next.
 KINDS = {
     "raised": (True, "Mend what raised: the first of frames that is in your code."),
     "out_of_memory": (True, "Use less memory on each rank (a smaller batch, more ranks), or larger devices."),
@@ -29,7 +29,7 @@ KINDS = {
     "misuse": (False, "Mend the call or the command line: nothing ran."),
     "failed": (True, "Read text."),
 }
-# What a failure says of its first cause, too.
+# Fields of the first cause, which the failure has, too.
 OF_RANK = ("rank", "host", "device", "pid", "phase", "exception", "exitcode", "frames", "hints")
 _LATEST_FIRST = "most recent call first"
 _FRAME = r'^[ |]*File "(?P<file>.+?)", line (?P<line>\d+)(?:,? in (?P<function>.+))?$'  # compiled if something fails
@@ -37,7 +37,7 @@ _FRAME = r'^[ |]*File "(?P<file>.+?)", line (?P<line>\d+)(?:,? in (?P<function>.
 
 @frozen_record
 class OtherRank:
-    """Where a rank was that did not fail by itself. ``frames``: (file, line, function), the innermost first."""
+    """Where a rank was that had not failed. ``frames``: (file, line, function), the innermost first."""
 
     rank: int
     phase: str
@@ -47,7 +47,7 @@ class OtherRank:
 
 @frozen_record
 class FailedLaunch:
-    """What an error knows of its launch. ``name``: "train()"; ``launch_id``: as ``mlaunch ps`` shows it."""
+    """The launch of an error. ``name``: "train()"; ``launch_id``: as ``mlaunch ps`` shows it."""
 
     name: str
     launch_id: str
@@ -56,17 +56,17 @@ class FailedLaunch:
 
 
 def known(kind: str) -> str:
-    """Return the kind, which another version on another machine may have named."""
+    """Return the kind, or "failed" for one of another version of mlaunch on another machine."""
     return kind if kind in KINDS else "failed"
 
 
 def of_text(kind: str, text: str) -> dict[str, Any]:
-    """Return what every failure has, and nothing of a launch."""
+    """Return the fields of every failure, without those of a launch."""
     again, advice = KINDS[kind]
     nothing: dict[str, Any] = dict.fromkeys(OF_RANK)
     lists: dict[str, Any] = {"failures": [], "others": []}
     of_none = {"function": "", "launch": "", "restart_count": 0, **nothing, **lists, "log_dir": None}
-    return {"schema": VERSION, "kind": kind, "text": text, "retry": again, "next": advice, **of_none}
+    return {"schema": SCHEMA, "kind": kind, "text": text, "retry": again, "next": advice, **of_none}
 
 
 def of_other(other: OtherRank) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def of_other(other: OtherRank) -> dict[str, Any]:
 
 
 def named(frames: Iterable[Sequence[Any]]) -> list[dict[str, Any]]:
-    """Return (file, line, function) of frames, by name; a line that is not known is 0."""
+    """Return frames, given as (file, line, function), by name; an unknown line is 0."""
     return [
         {
             "file": file,
@@ -88,7 +88,7 @@ def named(frames: Iterable[Sequence[Any]]) -> list[dict[str, Any]]:
 
 def frames_of(traceback: str) -> list[tuple[str, str, str]]:
     """Return the frames of the exception that a traceback ends with, or of a crash, the innermost first."""
-    if _LATEST_FIRST in traceback:  # written by faulthandler; the thread that crashed is called the current one
+    if _LATEST_FIRST in traceback:  # written by faulthandler, which calls the thread that crashed the current one
         _, _, current = traceback.rpartition("Current thread ")
         return _frames(current.partition("\n\n")[0])
     return _frames(traceback.rpartition("Traceback (")[2])[::-1]

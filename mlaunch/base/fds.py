@@ -1,9 +1,8 @@
-"""The file descriptors of a process, and what its forks must not hold of it.
+"""The file descriptors of a process, and what its forks must not keep.
 
-A fork has a copy of all that its parent has, and of its threads the one that forked. So it closes what is the parent's
-(by holding the other end it would keep machines, devices and files that nobody uses any more), forgets what a thread of
-the parent goes on with, and makes locks anew, which a thread that it does not have may have held. This is the one place
-where mlaunch's modules know forks (``in_forks``, ``close_in_forks``, ``renewed``).
+A fork has a copy of all that its parent has, and only the thread that forked. So it closes its parent's descriptors
+(which would keep machines, devices and files in use), forgets the work of the parent's other threads, and replaces
+locks that one of those may have held. Only this module acts in forks (``in_forks``, ``close_in_forks``, ``renewed``).
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ _SIZE_STAYS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 def memory_file(name: str) -> int:
-    """Makes an empty file in memory, whose size can be fixed. Closed on exec."""
+    """Make an empty file in memory, whose size can be fixed. Closed on exec."""
     return linux.above_standard(os.memfd_create(f"mlaunch-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
 
 
 def fix_size(fd: int) -> int:
-    """Makes the size of a file in memory final, before it is mapped; returns the size.
+    """Make the size of a file in memory final, before it is mapped; return the size.
 
-    Whoever has a file that others have mapped could shrink it otherwise, and the kernel would kill them as they read.
-    One that other code has made may not allow it.
+    Otherwise a process could shrink the file, and the kernel would kill those that read what they have mapped. A file
+    that other code has made may refuse it.
     """
     with contextlib.suppress(OSError):
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_STAYS)
@@ -40,10 +39,9 @@ def fix_size(fd: int) -> int:
 
 
 class OwnedFds:
-    """Grows as its process opens them; each fork closes them first.
+    """The descriptors that a process owns, and that each fork closes first.
 
-    A channel is seen to end only when every process has closed it, so one that a fork keeps by mistake keeps others
-    waiting.
+    A channel ends only when every process has closed it: one that a fork keeps by mistake keeps others waiting.
     """
 
     def __init__(self, *fds: int) -> None:
@@ -53,13 +51,13 @@ class OwnedFds:
         self._fds.update(fds)
 
     def close(self, *fds: int) -> None:
-        """Closes some in the process that owns them."""
+        """Close some of them in the process that owns them."""
         for fd in fds:
             self._fds.discard(fd)
             os.close(fd)
 
     def close_in_child(self) -> None:
-        """Closes all, in a fork."""
+        """Close all of them in a fork."""
         for fd in self._fds:
             os.close(fd)
         self._fds.clear()
@@ -69,10 +67,10 @@ class OwnedFds:
 
 
 class KeptFd:
-    """A descriptor that this process keeps while code of others runs in it, which may close it and open its own.
+    """A descriptor that this process keeps while other code runs in it, which may close it and reuse its number.
 
-    Descriptors without an inode of their own (eventfds, epolls) can be told from files, but not from each other: that
-    tells ``KeptEpoll.watches``, and then ``forget`` is for those that are somebody else's.
+    Descriptors without an inode of their own (eventfds, epolls) differ from files, but not from each other:
+    ``KeptEpoll.watches`` finds out, and then ``forget`` is for those that belong to other code.
     """
 
     def __init__(self, fd: int) -> None:
@@ -80,31 +78,31 @@ class KeptFd:
         self._identity = linux.identity(fd)
 
     def intact(self) -> bool:
-        """Tells whether the number still stands for what it did."""
+        """True if the number is still this descriptor's."""
         return self._identity is not None and linux.identity(self.fd) == self._identity
 
     def close(self) -> None:
-        """Closes the descriptor, unless it was closed or has become somebody else's."""
+        """Close the descriptor, unless it was closed or its number was reused."""
         if self.intact():
             os.close(self.fd)
         self._identity = None
 
     def forget(self) -> None:
-        """Leaves the number to whoever has it now."""
+        """Leave the number to the code that has it now."""
         self._identity = None
 
 
 class KeptEpoll(KeptFd):
-    """An epoll that this process keeps; ``poll`` is it."""
+    """An epoll, ``poll``, that this process keeps."""
 
     def __init__(self) -> None:
         self.poll = select.epoll()
         super().__init__(self.poll.fileno())
 
     def watches(self, fd: int, mask: int) -> bool:
-        """Tells whether both are what they were when the descriptor was registered for these events.
+        """True if epoll and descriptor are still those that were registered for these events.
 
-        The kernel finds it by number and open file, so it finds none if a stranger's stands at either number.
+        The kernel looks them up by number and open file, so it finds none if either number was reused.
         """
         try:
             self.poll.modify(fd, mask)
@@ -115,7 +113,7 @@ class KeptEpoll(KeptFd):
         return True
 
     def close(self) -> None:
-        """Closes the descriptor, unless its number was closed or has become another file's."""
+        """Close the epoll, unless it was closed or its number was reused."""
         if self.intact():
             self.poll.close()
         else:
@@ -123,13 +121,13 @@ class KeptEpoll(KeptFd):
         self._identity = None
 
     def forget(self) -> None:
-        """Leaves the number to whoever has it now."""
+        """Leave the number to the code that has it now."""
         if self._identity is not None:
             _lost.append(self.poll)
         super().forget()
 
 
-_lost: list[select.epoll] = []  # one that is collected closes its number, which others may have by now
+_lost: list[select.epoll] = []  # never collected: that would close the number, which other code may have now
 
 
 def close_all(fds: Iterable[int]) -> None:
@@ -138,7 +136,7 @@ def close_all(fds: Iterable[int]) -> None:
 
 
 def ready(readers: Iterable[int], writers: Iterable[int], milliseconds: float | None) -> set[int]:
-    """Waits until one can be read, or written to, and returns all that can. In both, writing counts."""
+    """Wait until some can be read or written to, and return these. Those in both are waited for to be written to."""
     # Not select(), which takes no descriptor from 1024 on.
     poll = select.poll()
     for fds, event in ((readers, select.POLLIN), (writers, select.POLLOUT)):
@@ -166,20 +164,20 @@ def in_forks(forget: Callable[[], object]) -> None:
 
 
 def close_in_forks(owner: _Closable) -> None:
-    """Let each fork of this process close what ``owner`` holds, as long as that lives."""
+    """Call ``owner.close()`` in each fork of this process, as long as ``owner`` lives."""
     _owners.add(owner)
 
 
 def renewed(lock: _L) -> _L:
-    """Return the lock, which each fork of this process finds free."""
+    """Return the lock, which will be free in each fork of this process."""
     _locks.add(lock)
     return lock
 
 
 def leave_to_parent(found: object) -> None:
-    """Never let go of this in this process: it is the parent's, and at its end it would tidy up what that goes on with.
+    """Keep this object of the parent for ever: collected here, it would clean up what the parent still uses.
 
-    A generator runs its ``finally`` as it is collected, also as the interpreter ends.
+    A generator runs its ``finally`` when it is collected, and when the interpreter ends.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(found))
 
@@ -191,12 +189,12 @@ def _begin() -> None:
     for forget in list(_forget):
         try:
             forget()
-        except Exception:  # the others are called all the same
+        except Exception:  # the others are called nevertheless
             log.exception("a fork could not forget what is its parent's")
     for owner in list(_owners):
         with contextlib.suppress(OSError):  # it was closed before
             owner.close()
 
 
-# Also the user's own forks: one that keeps a connection would keep machines from noticing that the caller is gone.
+# The user's own forks, too: while one keeps a connection, machines would not notice that the caller is gone.
 os.register_at_fork(after_in_child=_begin)

@@ -1,4 +1,4 @@
-"""The few calls of Linux that the standard library lacks: who dies with whom, who adopts orphans, who is left."""
+"""The calls of Linux that the standard library lacks: death with a parent, adoption of orphans, children left over."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def is_below(pid: int, ancestor: int) -> bool:
 
 
 def die_with(parent: int) -> None:
-    """Asks the kernel to SIGKILL this process when the thread of ``parent`` that forked it ends.
+    """Ask the kernel to SIGKILL this process when the thread of ``parent`` that forked it ends.
 
     SIGKILL, since a death signal that can be ignored is ignored under ``nohup``.
     """
@@ -58,9 +58,9 @@ def die_with(parent: int) -> None:
 
 
 def wake_with(parent: int) -> None:
-    """Asks the kernel for SIGCONT when the thread of ``parent`` that forked this process ends.
+    """Ask the kernel for SIGCONT when the thread of ``parent`` that forked this process ends.
 
-    It wakes a process that somebody has stopped, which then sees that its parent is gone; to others it does nothing.
+    It wakes a process that was stopped (SIGSTOP), which then sees that its parent is gone; a running one ignores it.
     """
     _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
     if os.getppid() != parent:
@@ -70,7 +70,7 @@ def wake_with(parent: int) -> None:
 def die_with_peer(fd: int) -> None:
     """Ask the kernel to SIGKILL this process when the other end of a socket is closed, or sends something.
 
-    For a process that is busy with what it could not be asked to leave, such as an import of a large library in C.
+    For a process that cannot be interrupted, such as in an import of a large library in C.
     """
     fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
@@ -80,17 +80,17 @@ def die_with_peer(fd: int) -> None:
 
 
 def outlive_peer(fd: int) -> None:
-    """End what ``die_with_peer`` has begun."""
+    """Undo ``die_with_peer``."""
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_ASYNC)
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of descendants whose own parent dies, so that daemons cannot escape."""
+    """Make this process the parent of descendants whose parent dies, so that daemons cannot escape."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def above_standard(fd: int) -> int:
-    """Returns ``fd``, moved if it took the number of a standard stream that this process has closed."""
+    """Return ``fd``, moved if it took the number of a standard stream that this process has closed."""
     if fd > _STDERR:
         return fd
     moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _STDERR + 1)
@@ -99,7 +99,7 @@ def above_standard(fd: int) -> int:
 
 
 def aside(fd: int) -> int:
-    """Returns a duplicate of ``fd`` with a number that files opened later do not get, even if others close it."""
+    """Return a duplicate of ``fd`` with a number that files opened later do not get, even if others close it."""
     try:
         return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _ASIDE)
     except OSError:  # so many are not allowed
@@ -107,7 +107,7 @@ def aside(fd: int) -> int:
 
 
 def identity(fd: int) -> tuple[int, int] | None:
-    """Returns what a descriptor stands for; None if it is closed."""
+    """Return (device, inode) of an open descriptor; None if it is closed."""
     try:
         status = os.fstat(fd)
     except OSError:
@@ -116,7 +116,7 @@ def identity(fd: int) -> tuple[int, int] | None:
 
 
 def identities(fds: Iterable[int]) -> dict[int, tuple[int, int] | None]:
-    """Returns the same of several."""
+    """Return the identities of several descriptors."""
     found: dict[int, tuple[int, int] | None] = {}
     for fd in fds:
         try:
@@ -129,15 +129,15 @@ def identities(fds: Iterable[int]) -> dict[int, tuple[int, int] | None]:
 
 
 def open_standard_streams() -> None:
-    """Puts /dev/null where a standard stream is closed, lest another file take its number."""
-    # The kernel gives the lowest number that is free, so what is closed is filled first.
+    """Put /dev/null where a standard stream is closed, so that no other file gets its number."""
+    # The kernel takes the lowest free number first.
     while (fd := os.open(os.devnull, os.O_RDWR)) <= _STDERR:
         os.set_inheritable(fd, True)
     os.close(fd)
 
 
 def leave_standard_streams() -> None:
-    """Let go of the streams of whoever started this process."""
+    """Put /dev/null in place of the standard streams of the process that started this one."""
     null = os.open(os.devnull, os.O_RDWR)
     for standard in range(3):
         os.dup2(null, standard)
@@ -152,7 +152,7 @@ _NEEDED: dict[str, Callable[[], int]] = {
 
 @functools.cache
 def check_kernel() -> None:
-    """Raise OSError, which says so, if this process may not make the youngest system calls that each launch makes."""
+    """Raise OSError, with the reason, if this process may not make the newest system calls that each launch makes."""
     for name, call in _NEEDED.items():
         try:
             os.close(call())
@@ -166,7 +166,7 @@ def check_kernel() -> None:
 
 
 def memory_is_short() -> bool:
-    """Tells whether the machine has less than a tenth of its memory left; not where it does not say."""
+    """True if less than a tenth of the machine's memory is left; False where that is unknown."""
     found = {}
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()[:3]:
@@ -176,25 +176,25 @@ def memory_is_short() -> bool:
 
 
 def print_by_lines() -> None:
-    """Lets C code write each line as it prints it, even into a pipe."""
+    """Make C code write each line as it prints it, even into a pipe."""
     _libc.setvbuf(ctypes.c_void_p.in_dll(_libc, "stdout"), None, _IOLBF, 0)
 
 
 def signal_group(pgid: int, number: int) -> None:
-    """Signals a process group; one that has no process left is fine."""
-    # PermissionError: a process of another user (sudo) is all that is left in the group.
+    """Signal a process group; ignore one that has no process left."""
+    # PermissionError: only processes of other users (sudo) are left in the group.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pgid, number)
 
 
 def continue_group_of(child: int) -> None:
-    """Continues the processes of a group that a child leads, where somebody has stopped them."""
+    """Continue the stopped processes of a group that a child leads."""
     if _is_child(child):  # it is not reaped, so the number is its group's
         signal_group(child, signal.SIGCONT)
 
 
 def signal_if_not_leader(pid: int, pidfd: int, number: int) -> None:
-    """Signals a process that leads no group of its own any more, and that its group's signal would miss."""
+    """Signal a process that no longer leads a group of its own, so that a signal to its group would miss it."""
     with contextlib.suppress(ProcessLookupError):
         if os.getpgid(pid) != pid:
             signal.pidfd_send_signal(pidfd, number)
@@ -209,7 +209,7 @@ def has_children() -> bool:
 
 
 def children() -> set[int]:
-    """Returns the pids whose parent is this process, zombies included; none where there is no /proc."""
+    """Return the pids whose parent is this process, zombies included; none where there is no /proc."""
     pids: set[int] = set()
     with contextlib.suppress(OSError):
         for task in Path("/proc/self/task").iterdir():
@@ -221,7 +221,7 @@ def children() -> set[int]:
 
 
 def _numbers_here(foreign: set[int]) -> set[int]:
-    """Returns the numbers that processes have in this namespace of pids, where /proc is that of an outer one."""
+    """Return the numbers that processes have in this namespace of pids, where /proc is that of an outer one."""
     depth = len(_numbers("self"))
     found = set()
     for pid in foreign:
@@ -231,15 +231,15 @@ def _numbers_here(foreign: set[int]) -> set[int]:
 
 
 def _numbers(pid: str) -> list[int]:
-    """Returns a process's numbers, from the namespace of /proc inwards."""
-    rows = Path(f"/proc/{pid}/status").read_bytes().splitlines()  # a process may be called anything
+    """Return a process's numbers, from the namespace of /proc inwards."""
+    rows = Path(f"/proc/{pid}/status").read_bytes().splitlines()  # bytes: a process may have any name
     return [int(number) for row in rows if row.startswith(b"NSpid:") for number in row.split()[1:]]
 
 
 def is_stopped(pid: int) -> bool:
-    """Tells whether a child of this process is being stopped by a signal, or has been.
+    """True if a child of this process is being stopped by a signal, or has been.
 
-    The kernel tells a parent of it only when the last thread has stopped, so /proc is asked, if its numbers are ours.
+    The kernel tells the parent only when the last thread has stopped, so this reads /proc, if its numbers are ours.
     """
     with contextlib.suppress(OSError):
         if os.readlink("/proc/self") == str(os.getpid()):
@@ -249,7 +249,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def has_ended(pid: int) -> bool:
-    """True if a process is gone, or is a zombie, or leaves in the kernel; not where that cannot be known."""
+    """True if a process is gone, is a zombie, or is ending in the kernel; False where that cannot be known."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -264,9 +264,9 @@ def has_ended(pid: int) -> bool:
 
 
 def worked(pid: int) -> str:
-    """Return what changes while a process works, or waits for a CPU that others have; "" where nothing is said."""
+    """Return a text that changes while a process works, or waits for a CPU; "" where the kernel has none."""
     with contextlib.suppress(OSError):
-        # Nanoseconds on a CPU, nanoseconds that it waited for one, and how often it had one.
+        # Nanoseconds on a CPU, nanoseconds of waiting for one, and the number of times that it had one.
         return Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii")
     return ""
 
@@ -280,10 +280,10 @@ def _is_child(pid: int) -> bool:
 
 
 def kill_children(spare: Collection[int] = (), timeout: float = _KILLED_TIMEOUT) -> None:
-    """Kills and reaps every child except ``spare``, and the descendants that fall to us as they die.
+    """Kill and reap every child except ``spare``, and the descendants that this process adopts as they die.
 
-    A process that cannot be killed within ``timeout`` seconds (it sits in the kernel on a dead file system) is
-    left to whoever reaps next, rather than hanging the caller.
+    A process that cannot be killed within ``timeout`` seconds (it sits in the kernel on a dead file system) is left
+    unreaped.
     """
     stuck: set[int] = set()
     while has_children():
@@ -329,7 +329,7 @@ def status_within(pid: int, timeout: float) -> int:
 
 
 def wait_readable(fds: Iterable[int], timeout: float | None = None) -> list[int]:
-    """Returns the descriptors that can be read (or are at their end) within ``timeout`` seconds; None: no limit."""
+    """Return the descriptors that can be read (or are at their end) within ``timeout`` seconds; None: no limit."""
     poller = select.poll()
     for fd in fds:
         poller.register(fd, select.POLLIN)
@@ -337,7 +337,7 @@ def wait_readable(fds: Iterable[int], timeout: float | None = None) -> list[int]
 
 
 def watch_removals(directory: str) -> int:
-    """Returns a descriptor that can be read when a file there was removed or renamed, or the directory; -1: none."""
+    """Return a descriptor that can be read when a file there, or the directory, was removed or renamed; -1: failed."""
     fd: int = _libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
     if fd >= 0 and _libc.inotify_add_watch(fd, os.fsencode(directory), _REMOVED) < 0:
         os.close(fd)
@@ -346,23 +346,24 @@ def watch_removals(directory: str) -> int:
 
 
 def take_removals(fd: int) -> None:
-    """Reads what there is to hear."""
+    """Read the notices of ``watch_removals``."""
     with contextlib.suppress(BlockingIOError):
         while os.read(fd, _EVENTS):
             pass
 
 
 def session_keyring() -> str:
-    """Return the number of this process's session keyring, which the kernel uses for it; "" where it does not say."""
+    """Return the number of this process's session keyring; "" where the kernel does not say."""
     number = _KEYCTL.get(os.uname().machine)
     found = -1 if number is None else _libc.syscall(number, _GET_KEYRING_ID, _SESSION_KEYRING, 0)
     return str(found) if found >= 0 else ""
 
 
 def set_memory_policy(mode: int, nodes: Collection[int]) -> None:
-    """Say from which NUMA nodes this thread, and what it starts, gets memory. ``mode``: of linux/mempolicy.h.
+    """Set the NUMA nodes from which this thread, and what it starts, gets memory. ``mode``: of linux/mempolicy.h.
 
-    OSError: the kernel refuses.
+    Raises:
+        OSError: The kernel refuses.
     """
     number = _SET_MEMPOLICY.get(os.uname().machine)
     if number is None:
@@ -371,14 +372,14 @@ def set_memory_policy(mode: int, nodes: Collection[int]) -> None:
     mask = (ctypes.c_uint64 * words)()
     for node in nodes:
         mask[node // _BITS] |= 1 << node % _BITS
-    # The kernel reads one bit less than it is told.
+    # The kernel reads one bit less than it is given.
     if _libc.syscall(number, mode, mask, ctypes.c_ulong(words * _BITS + 1)) != 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
 
 
 def working_directory() -> str:
-    """Returns this process's directory; FileNotFoundError, with what to do, if somebody has removed it."""
+    """Return this process's working directory; FileNotFoundError, with advice, if it was removed."""
     try:
         return os.getcwd()
     except FileNotFoundError as error:

@@ -1,4 +1,4 @@
-"""The package's logger, and what it says where nobody has set up logging."""
+"""The package's logger, and its output where logging is not set up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CURIOUS = "MLAUNCH_DEBUG"
 
 
 class _LastResort(logging.StreamHandler):  # type: ignore[type-arg]
-    """Prints as logging's own last resort does, with whose words they are in front; silent where others listen."""
+    """A handler like logging's own last resort, with "mlaunch: " in front; silent where the user has a handler."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -20,18 +20,18 @@ class _LastResort(logging.StreamHandler):  # type: ignore[type-arg]
 
     def emit(self, record: logging.LogRecord) -> None:
         if not is_heard():
-            self.stream = sys.stderr  # as it is now
+            self.stream = sys.stderr  # the present one
             super().emit(record)
 
 
 log = logging.getLogger("mlaunch")
 _last_resort = _LastResort()
-# A handler of our own, not a NullHandler: what is worth a warning is seen without any configuration, too.
+# Not a NullHandler: warnings are shown without any configuration, too.
 log.addHandler(_last_resort)
 
 
 def is_heard() -> bool:
-    """Tells whether the user has set up logging for what this package says."""
+    """True if the user has set up logging for this package."""
     logger: logging.Logger | None = log
     while logger is not None:
         if any(handler is not _last_resort for handler in logger.handlers):
@@ -41,12 +41,12 @@ def is_heard() -> bool:
 
 
 def is_curious() -> bool:
-    """True if somebody wants to know what is usually nobody's business: why a server was used, or was not."""
+    """True if the user wants to know details (``MLAUNCH_DEBUG``), such as why a server was not used."""
     return os.environ.get(_CURIOUS, "0") not in {"", "0"}
 
 
 def tell_curious(text: str) -> None:
-    """Say a text to those who want to know."""
+    """Print a text for those who want details."""
     if is_curious():
         with contextlib.suppress(OSError, AttributeError):
             print(f"mlaunch: {text}", file=sys.stderr, flush=True)

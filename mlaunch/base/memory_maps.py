@@ -1,4 +1,4 @@
-"""What this process has mapped, and the OpenMP pools of libraries that it has loaded."""
+"""The memory maps of this process, and the OpenMP pools of libraries that it has loaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OPENMP = re.compile("lib(g|i)?omp")
 
 
 def give_back_openmp_threads() -> None:
-    """Ends the OpenMP pool that torch started in this process, so that a fork of it starts with a clean one.
+    """End the OpenMP pool that torch started in this process, so that a fork of it starts with a clean one.
 
     A child of fork that inherits libgomp's idea of a pool, without its threads, hangs in its first parallel
     operation. The next parallel operation of this process makes a new pool.
@@ -23,13 +23,13 @@ def give_back_openmp_threads() -> None:
     libraries = {mapping.path for mapping in mappings() if _OPENMP.match(os.path.basename(mapping.path))}
     for path in libraries:
         with contextlib.suppress(OSError, AttributeError):
-            # Of each OpenMP that is loaded: torch and numpy may have brought one of their own.
+            # Each OpenMP that is loaded: torch and numpy may have brought their own.
             ctypes.CDLL(path).omp_pause_resource_all(_OMP_PAUSE_HARD)
 
 
 @frozen_record
 class MemoryMapping:
-    """A part of this process's memory. ``path``: of the file, "[heap]", or "" of what has no name."""
+    """A part of this process's memory. ``path``: the file, "[heap]", or "" if it has no name."""
 
     start: int
     end: int
@@ -39,7 +39,7 @@ class MemoryMapping:
 
 
 def mappings() -> list[MemoryMapping]:
-    """Returns what this process has mapped; nothing if there is no /proc."""
+    """Return this process's mappings; none if there is no /proc."""
     found = []
     with contextlib.suppress(OSError):
         for row in os.fsdecode(Path("/proc/self/maps").read_bytes()).split("\n")[:-1]:

@@ -1,4 +1,4 @@
-"""Marks errors that are the doing of whoever called this package: our own frames do not help their reader."""
+"""Errors of the code that calls this package: frames of mlaunch would not help their reader."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ _MARK = "_mlaunch_misuse"
 
 
 def misuse(error: E) -> E:
-    """Marks the error, which is to be raised as if from the line that called."""
+    """Mark the error, to be raised as if from the line of the call."""
     BaseException.__setattr__(error, _MARK, True)  # a class may refuse by a __setattr__ of its own
     return error
 
 
 def hides_our_frames(error: BaseException) -> bool:
-    """Tells whether the error says where it comes from, so that our own frames would only stand before that."""
+    """True if the error says by itself where it comes from, so that frames of mlaunch would only be in the way."""
     return report_of(error) is not None or isinstance(error, KeyboardInterrupt) or is_misuse(error)
 
 
 def is_misuse(error: BaseException) -> bool:
-    """Tells whether the error is so marked."""
+    """True if ``misuse`` has marked the error."""
     return bool(getattr(error, _MARK, False))
 
 
 def as_dict(error: BaseException) -> dict[str, Any]:
-    """Return what a call raised as programs read it, ready for JSON.
+    """Return the error of a call for programs, ready for JSON.
 
-    Of a rank's own exception it is the launch's report, which is the exception's cause; of misuse and of Ctrl-C a
+    For a rank's own exception this is the launch's report, which is the exception's cause; for misuse and Ctrl-C, a
     record of the same fields. ``docs/schema.json`` has them (``failure``).
     """
     from mlaunch.base import failure_data  # not needed by most calls
@@ -46,7 +46,7 @@ def as_dict(error: BaseException) -> dict[str, Any]:
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """True for what this package itself has raised of an option."""
+    """True if this package has raised it, about an option."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -1,4 +1,4 @@
-"""Files where others may write, too: what is opened is a file, is this user's, and no link leads there."""
+"""Files in directories that other users can write to: opened only if they are files of this user, and no links."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _THERE = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def open_file(path: str, flags: int, mode: int = 0o600, *, dir_fd: int | None = None) -> int:
-    """Open a file as ``os.open`` does, and return its descriptor. Never waits, as opening a FIFO does.
+    """Open a file as ``os.open`` does, and return its descriptor. Never wait, as opening a FIFO would.
 
     Raises:
-        OSError: It cannot be opened; ELOOP for a link, EINVAL for what is no file.
+        OSError: It cannot be opened; ELOOP for a link, EINVAL if it is no regular file.
     """
     fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, mode, dir_fd=dir_fd)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -27,7 +27,7 @@ def open_file(path: str, flags: int, mode: int = 0o600, *, dir_fd: int | None = 
 
 
 def is_own_directory(path: str | os.PathLike[str]) -> bool:
-    """True if that is a directory of this user's, and no link to one."""
+    """True if it is a directory of this user, and no link to one."""
     with contextlib.suppress(OSError):
         status = os.lstat(path)
         return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
@@ -36,11 +36,11 @@ def is_own_directory(path: str | os.PathLike[str]) -> bool:
 
 @contextlib.contextmanager
 def this_users_directory(path: str | os.PathLike[str]) -> Iterator[int]:
-    """Give a descriptor of a directory of this user's. OSError: there is none, a link is there, or another user's."""
+    """Yield a descriptor of a directory of this user. OSError: there is none, it is a link, or another user's."""
     fd = os.open(path, _THERE)
     try:
         owner = os.fstat(fd).st_uid
-        # Servers of files give what root makes to somebody else, so that one is asked whose a new file is.
+        # File servers give root's files to another user: a new file shows to whom.
         if owner not in {os.geteuid(), _owner_of_new_file(fd) if os.geteuid() == 0 else -1}:
             raise PermissionError(errno.EACCES, f"it belongs to another user (uid {owner})", os.fspath(path))
         yield fd
@@ -49,7 +49,7 @@ def this_users_directory(path: str | os.PathLike[str]) -> Iterator[int]:
 
 
 def make_file(path: str | os.PathLike[str], parts: Sequence[str], name: str) -> int:
-    """Make a file for writing in a directory of this user's, in directories of it. All are made where they lack.
+    """Make a file for writing below a directory of this user, with the directories that are missing.
 
     Raises:
         OSError: It cannot be made, is there already, or a link or another user's directory is on the way.
@@ -71,7 +71,7 @@ def make_file(path: str | os.PathLike[str], parts: Sequence[str], name: str) -> 
 
 
 def remove_directory(path: str | os.PathLike[str]) -> None:
-    """Remove a directory of this user's with all that is in it, as far as that can be; another user's stays."""
+    """Remove a directory of this user with its content, as far as possible; leave another user's."""
     with contextlib.suppress(OSError), this_users_directory(path):
         shutil.rmtree(path, ignore_errors=True)
 

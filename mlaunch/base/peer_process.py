@@ -1,4 +1,4 @@
-"""The process at the other end of a connected socket of the Unix family, which the kernel noted as they met."""
+"""The process at the other end of a connected Unix socket, as the kernel noted it when they connected."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ALL_NUMBERS = (1 << 32) - 1
 
 
 def peer_process(connection: socket.socket) -> tuple[int, int]:
-    """Return the pid and the user of the process that connected, or that listened; pid 0: of another namespace."""
+    """Return the pid and the user of the process that connected, or listened; pid 0: it is in another namespace."""
     pid, user, _ = _FORM.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _FORM.size))
     return pid, user
 
@@ -29,12 +29,12 @@ def is_this_user(connection: socket.socket) -> bool:
 
 
 def peer_confinement(connection: socket.socket) -> Confinement:
-    """Return what that process is confined to. OSError: it has ended, or the kernel does not show it to this one."""
+    """Return that process's confinement. OSError: it has ended, or the kernel does not show it to this one."""
     pidfd = pidfd_of_peer(connection)
     try:
         number = _number(pidfd)
         found = confinement(number)
-        # Of no other process: the number has been this one's all the time.
+        # The number was this process's all the time.
         if _number(pidfd) != number:
             raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
         return found
@@ -43,9 +43,9 @@ def peer_confinement(connection: socket.socket) -> Confinement:
 
 
 def differences_to_peer(connection: socket.socket, ours: Mapping[str, str]) -> str:
-    """Return in words what that process is confined to otherwise than this one; "": they are alike.
+    """Return in words how that process's confinement differs from this one's; "": it does not.
 
-    ``ours``: what this one is confined to, and maybe more.
+    ``ours``: this process's confinement, or more.
     """
     try:
         theirs = peer_confinement(connection)
@@ -56,7 +56,7 @@ def differences_to_peer(connection: socket.socket, ours: Mapping[str, str]) -> s
 
 
 def rights_lacking_to_peer(connection: socket.socket) -> str:
-    """Return in words what keeps that process from what is open to this one; "": nothing does."""
+    """Return in words the rights of this process that that one lacks; "": it has them all."""
     try:
         return rights_lacking(peer_confinement(connection), confinement())
     except OSError as error:
@@ -64,7 +64,7 @@ def rights_lacking_to_peer(connection: socket.socket) -> str:
 
 
 def stands_for_strangers(user: int) -> bool:
-    """True if, in this user namespace, each user without a number of its own is shown under this one."""
+    """True if users without a number in this user namespace are shown under this one."""
     try:
         if user != int(read("/proc/sys/kernel/overflowuid")):
             return False
@@ -75,7 +75,7 @@ def stands_for_strangers(user: int) -> bool:
 
 
 def pidfd_of_peer(connection: socket.socket) -> int:
-    """Return a pidfd of that process. OSError: it has ended, or is of another namespace."""
+    """Return a pidfd of that process. OSError: it has ended, or is in another namespace."""
     try:
         return connection.getsockopt(socket.SOL_SOCKET, _PEER_PIDFD)
     except OSError:  # an older kernel; pid 0 is refused here
@@ -83,7 +83,7 @@ def pidfd_of_peer(connection: socket.socket) -> int:
 
 
 def _number(pidfd: int) -> int:
-    """Return the process's number in /proc, which may be of another namespace than ours. OSError: it has none."""
+    """Return the process's number in /proc, which may be of another namespace. OSError: it has none."""
     for line in read(f"/proc/self/fdinfo/{pidfd}").splitlines():
         if line.startswith("Pid:") and int(line.split()[1]) > 0:
             return int(line.split()[1])
@@ -91,7 +91,7 @@ def _number(pidfd: int) -> int:
 
 
 def _is_shown(connection: socket.socket) -> bool:
-    # The kernel shows it only to a process that may do what it may, so it is no stranger's.
+    # The kernel shows it only to a process with all its rights, so it is no stranger's.
     try:
         peer_confinement(connection)
     except OSError:

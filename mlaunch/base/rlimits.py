@@ -1,4 +1,4 @@
-"""The limits of a process that a launch may meet, named in the errors that they cause."""
+"""The limits of a process that a launch may hit, named in the errors that they cause."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ _LIMITS = {
 
 
 def is_limit(error: BaseException) -> bool:
-    """Tells whether a limit of this process is the error's cause."""
+    """True if a limit of this process has caused the error."""
     return isinstance(error, OSError) and error.errno in _LIMITS
 
 
 def name_limit(error: BaseException) -> None:
-    """Adds to the error's words which limit was met, if it was one."""
+    """Add the limit to the error's message, if one has caused it."""
     if not isinstance(error, OSError) or error.errno not in _LIMITS or "ulimit" in str(error):
         return
     limit, command, what = _LIMITS[error.errno]
     soft, hard = resource.getrlimit(limit)
     most = "" if hard in {soft, resource.RLIM_INFINITY} else f", up to {hard}"
     error.strerror = f"{error.strerror}: the limit is {soft} {what}; raise it with {command}{most}"
-    error.args = (error.errno, error.strerror)  # by which it is pickled
+    error.args = (error.errno, error.strerror)  # from which it is unpickled
 
 
 def files_of_agent(ranks: int) -> int:
-    """Returns how many descriptors the agent of so many ranks needs, of this machine: the most that a process needs.
+    """Return how many descriptors the agent of so many ranks of this machine needs, more than any other process.
 
     Measured by launches under falling limits, with torch 2.13: 2 ranks fail at 32, 4 at 44, 8 at 80.
     """
@@ -37,7 +37,7 @@ def files_of_agent(ranks: int) -> int:
 
 
 def too_few_files(ranks: int) -> str:
-    """Says that the limit of this process cannot be enough for so many ranks; "" if it may be."""
+    """Return a message if this process's limit is too low for so many ranks; "" if it may be enough."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = files_of_agent(ranks)
     if soft == resource.RLIM_INFINITY or needed <= soft:
@@ -49,7 +49,7 @@ def too_few_files(ranks: int) -> str:
 
 
 def allow_files() -> None:
-    """Lets this process open as many files as the system allows it."""
+    """Raise this process's limit of open files as far as the system allows."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

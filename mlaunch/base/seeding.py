@@ -15,7 +15,7 @@ ALLOWED = "a whole number from 0 to 4294967295, 'per-rank', 'per-rank:NUMBER', o
 
 
 def check(seed: object) -> None:
-    """Raises TypeError or ValueError unless ``seed`` is what ``of_rank`` takes, or None."""
+    """Raise TypeError or ValueError unless ``seed`` is a seed for ``of_rank``, or None."""
     allowed = f"allowed: {ALLOWED}"
     if isinstance(seed, str):
         word, colon, number = seed.partition(":")
@@ -28,14 +28,14 @@ def check(seed: object) -> None:
 
 
 def of_rank(seed: int | str, rank: int) -> int:
-    """Returns the seed of one rank: the number itself, or for "per-rank:7" 7 plus the rank ("per-rank": 1024)."""
+    """Return the seed of one rank: the number itself, or for "per-rank:7" 7 plus the rank ("per-rank": 1024)."""
     if isinstance(seed, int):
         return seed
     return (int(seed.partition(":")[2] or _DEFAULT) + rank) % _LARGEST
 
 
 def apply(seed: int) -> None:
-    """Seeds Python's generator, torch's on all devices, and numpy's if numpy is imported or can be."""
+    """Seed Python's generator, torch's on all devices, and numpy's if numpy is imported or can be."""
     import torch
 
     torch.manual_seed(seed)
@@ -44,13 +44,13 @@ def apply(seed: int) -> None:
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seeds as ``apply`` does for the time of the block; after it, the generators go on where they were."""
+    """Seed as ``apply`` does, and restore the generators after the block."""
     import torch
 
     python, cpu, numpys = random.getstate(), torch.get_rng_state(), _state_of_numpy()
     there = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     devices: Any = None if there is None else torch.get_device_module(there.type)
-    # To ask a device for its state would start it.
+    # Asking a device for its state would initialize it.
     states = devices.get_rng_state_all() if devices is not None and devices.is_initialized() else None
     apply(seed)
     try:
@@ -67,7 +67,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def _state_of_numpy() -> Any:
-    """Returns the state of numpy's generator; None without numpy."""
+    """Return the state of numpy's generator; None without numpy."""
     if "numpy" not in sys.modules and not _numpy_exists():
         return None
     import numpy
@@ -76,12 +76,12 @@ def _state_of_numpy() -> Any:
 
 
 def apply_on_cpu(seed: int) -> None:
-    """Seeds as ``apply`` does, but for torch's generators on accelerators."""
+    """Seed as ``apply`` does, except torch's generators on accelerators."""
     import torch
 
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
-    # Imported if it can be: the function may import it later, and would find it as each process seeds it.
+    # Imported here if it exists: the function may import it later, and would find a random seed.
     if "numpy" in sys.modules or _numpy_exists():
         import numpy
 

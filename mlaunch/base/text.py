@@ -1,4 +1,4 @@
-"""Sizes, durations and ranks in words, the same wherever a person reads them; and texts that must fit somewhere."""
+"""Sizes, durations and ranks in words for people, and texts that are cut to fit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _GAP = "\n[...]\n"
 
 
 def in_bytes(size: float) -> str:
-    """Says "12 KiB", "1.5 GiB"."""
+    """Return "12 KiB", "1.5 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024 or unit == "GiB":
             break
@@ -28,19 +28,19 @@ def in_bytes(size: float) -> str:
 
 
 def in_seconds(seconds: float) -> str:
-    """Says "850 ms", "12.3 s"."""
+    """Return "850 ms", "12.3 s"."""
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
 def on_a_clock(seconds: float) -> str:
-    """Says "0:07", "1:02:03"."""
+    """Return "0:07", "1:02:03"."""
     minutes, rest = divmod(int(seconds), _MINUTE)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def in_two_units(seconds: float) -> str:
-    """Says "12 s", "3 min 4 s", "2 h 5 min", "3 d 4 h"."""
+    """Return "12 s", "3 min 4 s", "2 h 5 min", "3 d 4 h"."""
     whole = int(seconds)
     if whole < _MINUTE:
         return f"{whole} s"
@@ -52,12 +52,12 @@ def in_two_units(seconds: float) -> str:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Says "rank 3", or "ranks 0-2, 4"."""
+    """Return "rank 3", or "ranks 0-2, 4"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks, ', ')}"
 
 
 def name_some_ranks(ranks: Sequence[int]) -> str:
-    """Says the same; of very many, the first, and how many more there are."""
+    """Return the same; for very many ranks, the first ones and the number of the others."""
     runs = _runs(ranks)
     shown = sum(map(len, runs[:_SHOWN]))
     more = f" and {len(ranks) - shown} more" if len(runs) > _SHOWN else ""
@@ -65,14 +65,14 @@ def name_some_ranks(ranks: Sequence[int]) -> str:
 
 
 def without_middle(text: str, limit: int) -> str:
-    """Return the text; of one that is longer, its size, a fifth of ``limit`` from its beginning, and its very end."""
+    """Return the text; if it is longer than ``limit``, its beginning (a fifth of that), its size, and its very end."""
     if len(text) <= limit:
         return text
     return f"{text[: limit // 5]} ... [{len(text):,} characters in all] ... {text[-(limit // 20) :]}"
 
 
 def ranges(ranks: Iterable[int], between: str) -> str:
-    """Says "0-2, 4", with what stands ``between``."""
+    """Return "0-2, 4", with the separator ``between``."""
     return between.join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in _runs(ranks))
 
 
@@ -87,19 +87,19 @@ def _runs(ranks: Iterable[int]) -> list[list[int]]:
 
 
 def first_bytes(text: str, limit: int) -> str:
-    """Cuts a text so that its UTF-8 has at most ``limit`` bytes; keeps the beginning."""
+    """Cut a text so that its UTF-8 has at most ``limit`` bytes; keep the beginning."""
     return text.encode(errors="replace")[:limit].decode(errors="ignore")
 
 
 def last_bytes(text: str, limit: int) -> str:
-    """Cuts a text so that its UTF-8 has at most ``limit`` bytes; keeps the end."""
+    """Cut a text so that its UTF-8 has at most ``limit`` bytes; keep the end."""
     return text.encode(errors="replace")[-limit:].decode(errors="ignore")
 
 
 def both_ends(text: str, limit: int) -> str:
-    """Cuts a text so that its UTF-8 has at most ``limit`` bytes; keeps its first and last lines, and ends of long ones.
+    """Cut a text so that its UTF-8 has at most ``limit`` bytes; keep its first and last lines, and end of long ones.
 
-    Of a traceback the first line says what went wrong where, and the last why, which may be a line of 100 kB.
+    The first lines of a traceback say where it went wrong, and the last says why, which may be a line of 100 kB.
     """
     lines = "\n".join(map(_ends_of_line, text.split("\n"))).encode(errors="replace")
     if len(lines) <= limit:
@@ -116,7 +116,7 @@ def _ends_of_line(line: str) -> str:
 
 
 def shown(told: Told) -> Told:
-    """Return what ranks have told as a person reads it: in each text, what would command a terminal is named.
+    """Return data of ranks for people: in each text, control characters are written as escapes.
 
     A name, a directory or a message may have "\\x1b[2J", the end of a line, or signs that turn the direction of
     writing.
@@ -134,7 +134,7 @@ def shown(told: Told) -> Told:
 
 
 def without_escapes(text: str) -> str:
-    """Return a text of several lines as a file shall have it: colours are left out, other commands are named."""
+    """Return a text of several lines for a file: without colours, other control characters written as escapes."""
     if _ESCAPE not in text:
         return text
     return "".join(letter if letter in "\n\t" else _letter(letter) for letter in re.sub(_COMMANDS, "", text))
@@ -145,7 +145,7 @@ def _letter(letter: str) -> str:
 
 
 def columns(text: str) -> int:
-    """Return how many columns of a terminal a text that is ``shown`` takes: wide letters take two, accents none."""
+    """Return the columns of a terminal that a ``shown`` text takes: two for wide letters, none for accents."""
     return sum(map(_columns_of, text)) if not text.isascii() else len(text)
 
 
@@ -156,18 +156,18 @@ def _columns_of(letter: str) -> int:
 
 
 def filled(text: str, width: int, *, left: bool = True) -> str:
-    """Return the text with spaces behind it, or before it, so that it takes that many columns."""
+    """Return the text with spaces after it, or before it, so that it takes that many columns."""
     spaces = " " * (width - columns(text))
     return text + spaces if left else spaces + text
 
 
 def printable(text: str, limit: int, *, last: bool = False, lines: bool = False) -> str:
-    """Returns what others have said as a terminal can show it: what would command it is named, "\\x1b".
+    """Return a foreign text for a terminal: cut, with control characters written as escapes, "\\x1b".
 
     Args:
-        limit: Bytes of UTF-8 that are kept of the beginning.
-        last: Of the end instead.
-        lines: The text may have several.
+        limit: Bytes of UTF-8 to keep.
+        last: Keep the end, and not the beginning.
+        lines: The text may have several lines.
     """
     text = (last_bytes if last else first_bytes)(text, limit)
     if text.isprintable():

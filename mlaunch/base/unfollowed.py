@@ -1,7 +1,7 @@
-"""An IDE's debugger of this process that follows its children, as debugpy does unless it is told otherwise.
+"""The debugger of an IDE, which follows the children of this process, as debugpy does by default.
 
-What mlaunch starts for itself is not the user's code: it runs without the debugger, which would have each fork of it
-wait inside ``os.fork`` until the IDE has attached. Ranks attach by themselves, if that is wanted.
+Processes that mlaunch starts for itself run without the debugger, in which each fork of them would wait inside
+``os.fork`` until the IDE has attached. Ranks attach by themselves, if that is wanted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _stays = contextlib.ExitStack()  # never left
 
 
 class not_followed:
-    """While the block runs, the debugger leaves alone what this thread starts."""
+    """A block in which the debugger does not follow what this thread starts."""
 
     def __enter__(self) -> None:
         self._patch: Any = getattr(sys.modules.get("_pydev_bundle.pydev_monkey"), "skip_subprocess_arg_patch", None)
@@ -28,5 +28,5 @@ class not_followed:
 
 
 def stay_unfollowed() -> None:
-    """Have the debugger leave alone whatever this thread, of a process that was forked so, forks in its turn."""
+    """Keep the debugger from following what this thread forks from now on."""
     _stays.enter_context(not_followed())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mlaunch.base.schema import VERSION
+from mlaunch._version import SCHEMA
 
 _OF_LAUNCH: dict[str, Any] = {
     "id": "", "function": "", "age": 0.0, "caller": 0, "agent": 0, "cwd": "", "argv": [], "source": "", "given": "",
@@ -21,7 +21,7 @@ def running(told: Mapping[str, Any]) -> dict[str, Any]:
 
 def launch(told: Mapping[str, Any], ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what programs read of a launch, with these ranks."""
-    return {"schema": VERSION, **{name: told.get(name, usual) for name, usual in _OF_LAUNCH.items()}, "ranks": ranks}
+    return {"schema": SCHEMA, **{name: told.get(name, usual) for name, usual in _OF_LAUNCH.items()}, "ranks": ranks}
 
 
 def rank(told: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,9 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlaunch._version import __version__
+from mlaunch._version import SCHEMA, __version__
 from mlaunch.base import linux, rlimits
-from mlaunch.base.schema import VERSION
 from mlaunch.base.text import in_bytes
 from mlaunch.cli import bug_report
 from mlaunch.core import load
@@ -64,7 +63,7 @@ def _doctor(args: argparse.Namespace) -> int:
         if not args.json:
             print(line, flush=True)
     if args.json:
-        print(json.dumps([{"schema": VERSION, **asdict(finding)} for finding in findings], indent=2))
+        print(json.dumps([{"schema": SCHEMA, **asdict(finding)} for finding in findings], indent=2))
     return int(any(finding.state == PROBLEM for finding in findings))
 
 

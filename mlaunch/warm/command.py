@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlaunch._version import SCHEMA
 from mlaunch.base.exceptions import LaunchError
-from mlaunch.base.schema import VERSION
 from mlaunch.base.text import in_bytes, in_two_units, shown
 from mlaunch.warm.caller import zygote_upkeep
 from mlaunch.warm.caller.onlookers import onlooker
@@ -116,7 +116,7 @@ def _status(*, as_json: bool) -> int:
 def _as_data(here: import_facts.Facts, state: ZygoteState) -> dict[str, Any]:
     names = ("pid", "preload", "idle", "left", "serving", "served", "age", "notes")
     known = {name: getattr(state, name) for name in names}
-    return {"schema": VERSION, **known, "memory": _memory(state.pid), "why_not": _why_not(here, state)}
+    return {"schema": SCHEMA, **known, "memory": _memory(state.pid), "why_not": _why_not(here, state)}
 
 
 def rows(environ: Mapping[str, str]) -> list[str]:

@@ -96,7 +96,6 @@ INSIDE = {
     "mlaunch.base.failure_data": "test_a_rank_that_fails",
     "mlaunch.base.misuse": "test_only_functions_can_be_decorated",
     "mlaunch.base.ported_names": "test_a_name_of_another_launcher_says_what_to_use",
-    "mlaunch.base.schema": "test_a_rank_that_fails",
     "mlaunch.debug.caller.asking": "test_the_lines_may_come_from_a_program",
     "mlaunch.debug.caller.debugged_handle": "test_the_lines_may_come_from_a_program",
     "mlaunch.debug.rank.rank_pdb": "test_the_lines_may_come_from_a_program",

@@ -65,7 +65,7 @@ class LaunchReport(LaunchRecord):
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as programs read it, ready for JSON; ``docs/schema.json`` has the fields (``report``)."""
-        from mlaunch.base.schema import VERSION
+        from mlaunch._version import SCHEMA
 
         ranks = [
             dataclasses.asdict(rank) | {"host": rank.host or None, "place": rank.place or None} for rank in self.ranks
@@ -74,7 +74,7 @@ class LaunchReport(LaunchRecord):
         facts = {name: None if fact is None else dataclasses.asdict(fact) for name, fact in noted.items()}
         names = ("host", "seconds", "begun", "restart_count", "world_size", "log_dir")
         known = {name: getattr(self, name) for name in names}
-        return {"schema": VERSION, "function": self.name, **known, **facts, "ranks": ranks}
+        return {"schema": SCHEMA, "function": self.name, **known, **facts, "ranks": ranks}
 
     def _repr_html_(self) -> str | None:
         """Return a table and a timeline for a notebook, which prints the report if there is none."""

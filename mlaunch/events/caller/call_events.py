@@ -6,8 +6,8 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
+from mlaunch._version import SCHEMA
 from mlaunch.base.misuse import as_dict, misuse
-from mlaunch.base.schema import VERSION
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.launch.watched_call import Noticed
 from mlaunch.core.parts import CallerPart, Spell
@@ -69,7 +69,7 @@ class CallEvents(CallerPart):
 
     def _tell(self, kind: str, **facts: Any) -> None:
         known = {"launch": self._launch, "function": self._function, "restart_count": self._restart_count}
-        self._sink.take({"schema": VERSION, "event": kind, "at": time.time(), **known, **facts})
+        self._sink.take({"schema": SCHEMA, "event": kind, "at": time.time(), **known, **facts})
 
 
 def part(options: Options, spell: Spell) -> CallEvents:
