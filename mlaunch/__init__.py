@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from mlaunch.caller.launcher import launcher
     from mlaunch.caller.ranks.held import Held, scatter
     from mlaunch.caller.ranks.ranks import Ranks
-    from mlaunch.caller.report.launch_report import LaunchReport
-    from mlaunch.caller.report.records import RankReport, Span
+    from mlaunch.caller.report.launch_report import LaunchReport, RankReport, Span
     from mlaunch.caller.warm_up import warm_up
     from mlaunch.compat.caller.detectron2 import launch
     from mlaunch.compat.caller.server import Server
@@ -73,8 +72,7 @@ _NAMES = {
     "mlaunch.agreed_stop.rank": "stopping",
     "mlaunch.compat.rank.client": "Client",
     "mlaunch.compat.caller.server": "Server",
-    "mlaunch.caller.report.launch_report": "LaunchReport",
-    "mlaunch.caller.report.records": "RankReport Span",
+    "mlaunch.caller.report.launch_report": "LaunchReport RankReport Span",
     "mlaunch.caller.warm_up": "warm_up",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}

@@ -21,9 +21,7 @@ def numbers_of(given: str, text: str) -> tuple[int, ...]:
         name = part.strip().upper()
         known = getattr(signal.Signals, name if name.startswith("SIG") else f"SIG{name}", None)
         if known is None:
-            raise ValueError(
-                f"{given}: {part.strip()!r} is no signal; allowed: names with commas, such as 'TERM,USR1'"
-            )
+            raise ValueError(f"{given}: {part.strip()!r} is no signal; allowed: names with commas, such as 'TERM,USR1'")
         why = "it announces a fault" if known in _FAULTS else _REASONS.get(known)
         if why is not None:
             raise ValueError(f"{given}: {name} cannot ask a run to stop: {why}; allowed: others, such as 'TERM,USR1'")

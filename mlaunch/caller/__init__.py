@@ -1,1 +1,1 @@
-"""Runs in the caller: the process whose user calls a decorated function, or the command ``mlaunch run``."""
+"""Code of the caller: the process in which a decorated function is called, or the command ``mlaunch run``."""

@@ -1,4 +1,4 @@
-"""Whether arguments fit the function, found out before any rank starts."""
+"""The check that arguments fit the function, before any rank starts."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def check(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises TypeError, as the call itself would raise, if the function does not take these arguments.
+    """Raise TypeError, as the call itself would raise, if the function does not take these arguments.
 
-    Only a plain function is asked, and only for its own parameters: what a decorator claims to take may be otherwise.
+    Only a plain function is checked, by its own parameters: what a decorator claims to take may be wrong.
     """
     if isinstance(function, FunctionType) and function.__code__.co_flags & _ASYNCHRONOUS:
         raise misuse(TypeError(
@@ -51,7 +51,7 @@ def check(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 
 
 def check_values(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises TypeError for a generator, which no other process can have; one within another value is found later."""
+    """Raise TypeError for a generator, which cannot be pickled; one inside another value is found later."""
     for which, value in [*enumerate(args), *kwargs.items()]:
         if isinstance(value, GeneratorType):
             name = getattr(function, "__qualname__", type(function).__qualname__)
@@ -62,14 +62,14 @@ def check_values(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
 
 
 def _clearly_fit(function: FunctionType, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Tells whether that takes no second look, which would cost a short call too much."""
+    """True if the arguments fit for certain; a closer check would cost a short call too much."""
     code, optional = function.__code__, len(function.__defaults__ or ())
     plain = not kwargs and code.co_kwonlyargcount == 0
     return plain and code.co_argcount - optional <= len(args) <= code.co_argcount
 
 
 def _wrong(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Says what is wrong with the arguments; that some are missing only where nothing else is."""
+    """Return what is wrong with the arguments: that some are missing, if nothing else is."""
     try:
         given = signature.bind_partial(*args, **kwargs).arguments
     except TypeError as error:
@@ -80,7 +80,7 @@ def _wrong(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[st
 
 
 def _of_missing(missing: Sequence[Parameter]) -> str:
-    """Says "missing 2 required positional arguments: 'rank' and 'world_size'"; keyword-only ones if no other are."""
+    """Return "missing 2 required positional arguments: 'rank' and 'world_size'"; keyword-only ones come last."""
     found = [one for one in missing if one.kind is not Parameter.KEYWORD_ONLY]
     kind = "positional" if found else "keyword-only"
     names = [repr(one.name) for one in found or missing]
@@ -91,7 +91,7 @@ def _of_missing(missing: Sequence[Parameter]) -> str:
 
 
 def _of_option(said: str) -> str:
-    """Says where an option of the launcher is given, if that is the argument which the function does not take."""
+    """Return where to give the unexpected argument, if it is an option of the launcher; else ""."""
     name = said.rpartition("keyword argument ")[2].strip("'")
     if name not in (one.name for one in fields(Options)):
         return ""
@@ -99,7 +99,7 @@ def _of_option(said: str) -> str:
 
 
 def _of_others(said: str, signature: inspect.Signature, given: int) -> str:
-    """Says what ``inspect`` says of arguments that do not fit, as Python would."""
+    """Return an error of ``inspect`` about arguments in Python's words."""
     if said != "too many positional arguments":
         return f"got {said}" if said.startswith("multiple") else f"{said}{_of_option(said)}"
     takes = [one for one in signature.parameters.values() if one.kind in _POSITIONAL]
@@ -110,7 +110,7 @@ def _of_others(said: str, signature: inspect.Signature, given: int) -> str:
 
 
 def _hint(wanted: Sequence[Parameter]) -> str:
-    """Says where a rank's number comes from; the first value of a call may stand in the place of ``rank``."""
+    """Return where a rank's number comes from, if the function wants it as an argument; else ""."""
     calls = [_HINTS[one.name] for one in wanted if one.name in _HINTS and one.default is Parameter.empty]
     if not calls:
         return ""

@@ -1,4 +1,4 @@
-"""What a decorated function knows of its calls: how many run, and the reports of the latest."""
+"""The calls of a decorated function: how many run, and the reports of the latest."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ if TYPE_CHECKING:
     from mlaunch.caller.report.launch_report import LaunchReport
 
 _KEPT = 20  # reports
-_PERIOD = 0.1  # seconds between two looks at what runs: no call has to wake anybody at its end
+_PERIOD = 0.1  # seconds between two checks: so no call has to wake a waiting thread at its end
 
 
 class CallLog:
-    """Shared by a function's copies, which ``options`` and methods make. Several threads may call at once."""
+    """The calls of a function and its copies, which ``options`` and methods make. Several threads may call at once."""
 
     def __init__(self) -> None:
         self.reports: deque[LaunchReport] = deque(maxlen=_KEPT)  # the latest last
         self._running: list[None] = []  # one for each call; a list needs no lock
 
     def begin(self) -> None:
-        """Takes in that a call begins."""
+        """Count a call that begins."""
         self._running.append(None)
 
     def end(self, _how: object = None) -> None:
-        """Takes in that one is over."""
+        """Count a call that is over."""
         self._running.pop()
 
     @property
     def running(self) -> int:
-        """How many run, or wait for what they need."""
+        """The number of calls that run, or wait for what they need."""
         return len(self._running)
 
     def wait_over(self, seconds: float) -> bool:
-        """Waits until none does, for so many seconds at most; tells whether that is so."""
+        """Wait until no call runs, for at most so many seconds; True if none does."""
         until = time.monotonic() + seconds
         while self._running and (left := until - time.monotonic()) > 0:
             time.sleep(min(_PERIOD, left))

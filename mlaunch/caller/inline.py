@@ -1,6 +1,6 @@
-"""A call without processes: the function runs here, as rank 0 of a world of one, for IDEs, profilers and first steps.
+"""``inline=True``: a call without processes, for IDEs and profilers. The function runs here, in a world of one rank.
 
-What a function finds in a rank is there while it runs, and gone afterwards: group, device, variables, seeds.
+It finds what it finds in a rank (group, device, variables, seeds), which is gone afterwards.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def run_inline(
     options: Options, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Any]:
-    """Runs the function; returns a list of one value. Exceptions are raised as they are.
+    """Run the function; return a list of one value. Exceptions are raised as they are.
 
     Raises:
         RuntimeError: This process is in a process group already.
@@ -48,7 +48,7 @@ def run_inline(
 
 
 def _device(options: Options) -> torch.device:
-    """Returns the first one that the launch would use."""
+    """Return the first device that the launch would use."""
     import torch
 
     kind = options.device_type
@@ -97,6 +97,6 @@ def _world_of_one(options: Options, bound: torch.device) -> Iterator[None]:
     finally:
         current_device.note_device(before)
         leave()
-        sys.excepthook = hook  # torch puts one more around it each time
+        sys.excepthook = hook  # torch wraps it once more each time
         if bound.type != "cpu":
             torch.accelerator.set_device_index(index)

@@ -1,12 +1,12 @@
-"""Ctrl-C at the moments that a launch chooses: never between getting a descriptor or a record and keeping it.
+"""Signal handlers at the moments that a launch chooses: never between receiving a descriptor or record and keeping it.
 
 Python runs signal handlers between any two steps of its main thread. A KeyboardInterrupt there loses what was just
 received. So a launch defers the handler, and allows it where it waits or runs user code, and nothing is in flight. The
-same goes for handlers of other signals that people let raise, such as the alarm of a timeout. Without this, of 400
+same is true of handlers of other signals that may raise, such as the alarm of a timeout. Without this, of 400
 interrupts within the first 12 ms of a call some leaked descriptors, and one lost the record that the server is ready.
 
-The handler of a deferral stays in place from its beginning to its end, and a switch says whether it passes signals
-on. Were handlers exchanged instead, a KeyboardInterrupt just before the exchange would leave the wrong one behind.
+The handler of a deferral stays in place from its beginning to its end, and has a switch for passing signals on. If
+handlers were exchanged instead, a KeyboardInterrupt just before the exchange would leave the wrong one behind.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SIGNALS = (
 
 
 class EndSignal(BaseException):
-    """A signal to this process, which its ranks are to get as well, and end by."""
+    """A signal to this process that its ranks are to get, too, and to end by."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -50,15 +50,15 @@ class EndSignal(BaseException):
 
 
 class _Deferral:
-    """One deferral of signals. ``handlers``: what handles them otherwise, by number."""
+    """One deferral of signals. ``handlers``: the deferred handlers, by number."""
 
     def __init__(self, handlers: Mapping[int, _Handler]) -> None:
         self._handlers = handlers
         self._open = False
-        self._pending: dict[int, FrameType | None] = {}  # once, however often one came: as the kernel does
+        self._pending: dict[int, FrameType | None] = {}  # each once, however often it came, as in the kernel
 
     def begin(self) -> None:
-        """Takes the signals over; none, if a handler that is not taken over yet raises."""
+        """Take the signals over; none of them if a handler raises meanwhile."""
         try:
             for number in self._handlers:
                 _signal.signal(number, self.take)
@@ -68,7 +68,7 @@ class _Deferral:
             raise
 
     def take(self, number: int, frame: FrameType | None) -> None:
-        """Handles a signal, now or later."""
+        """Handle a signal, now or later."""
         self._pending[number] = frame
         if self._open:
             self._fire()
@@ -81,7 +81,7 @@ class _Deferral:
         self._open = False
 
     def end(self, *, fire: bool) -> None:
-        """Puts the handlers back, and lets them handle what came; ``fire`` False: an interrupt is dropped."""
+        """Put the handlers back, and call them for what has come; ``fire`` False: drop an interrupt."""
         if not fire:
             self._pending.pop(signal.SIGINT, None)
         try:
@@ -90,7 +90,7 @@ class _Deferral:
             self._fire()
 
     def _give_back(self, handlers: list[tuple[int, _Handler]]) -> None:
-        """Puts all back, also if one that is back raises."""
+        """Put all back, even if one that is back raises."""
         if not handlers:
             return
         (number, handler), *others = handlers
@@ -106,18 +106,18 @@ class _Deferral:
                 number, frame = self._pending.popitem()
                 self._handlers[number](number, frame)
         except BaseException as error:
-            self._open = False  # it leaves the block that was open
+            self._open = False  # the exception leaves the open block
             BaseException.__setattr__(error, _MARK, True)  # a class may refuse by a __setattr__ of its own
             raise
 
 
 def by_handler(error: BaseException) -> bool:
-    """Tells whether a signal handler has raised it, so that what ran then has nothing to do with it."""
+    """True if a signal handler has raised it, and not the code that was running."""
     return bool(getattr(error, _MARK, False))
 
 
 class _MainThread:
-    """What ``threading.main_thread()`` tells, too, but not in a moment."""
+    """The main thread's number; ``threading.main_thread()`` would take longer."""
 
     def __init__(self) -> None:
         self.ident = threading.main_thread().ident
@@ -135,9 +135,9 @@ _deferrals: list[_Deferral] = []  # the innermost last: a __reduce__ may launch,
 
 
 class deferred:
-    """Defers signals that have handlers of Python's to the next ``allowed``, or to the end of the block.
+    """A block that defers signals with Python handlers to the next ``allowed``, or to its end.
 
-    Does nothing outside of the main thread, which alone runs handlers.
+    It does nothing outside of the main thread, the only one that runs handlers.
     """
 
     def __enter__(self) -> None:
@@ -158,7 +158,7 @@ class deferred:
 
 
 class allowed:
-    """Handles signals as they come, while the block runs; also those that were deferred."""
+    """A block in which signals are handled as they come, and those that were deferred before."""
 
     def __enter__(self) -> None:
         here = bool(_deferrals) and threading.get_ident() == _main.ident
@@ -172,18 +172,18 @@ class allowed:
 
 
 def wait_readable(fds: Sequence[int], timeout: float | None = None) -> list[int]:
-    """Waits as ``linux.wait_readable``, and can be interrupted."""
+    """Wait as ``linux.wait_readable`` does, but let signal handlers run."""
     with allowed():
         return linux.wait_readable(fds, timeout)
 
 
 def carry_out(steps: Generator[Need, None, T]) -> T:
-    """Drive steps to their end in this thread; return that. An interrupt is raised where they wait."""
+    """Drive steps to their end in this thread; return their value. An interrupt is raised where they wait."""
     try:
         need = next(steps)
         while True:
             try:
-                if not need.row:  # which only a process with many calls has
+                if not need.row:  # only a process with many calls has one
                     with allowed():
                         linux.wait_readable(need.fds, need.timeout)
             except BaseException as interrupt:  # Ctrl-C, or what another signal handler raised
@@ -196,16 +196,16 @@ def carry_out(steps: Generator[Need, None, T]) -> T:
 
 
 class Condition(_thread.RLock):  # type: ignore[misc]  # stubs call it final; CPython has it be subclassed
-    """Does what a future needs of a condition, and is never left locked by a signal handler that raises.
+    """A condition for futures that a signal handler which raises never leaves locked.
 
-    With that of ``threading`` a KeyboardInterrupt may come after the lock was taken and before the ``with`` block, or
-    before it is released: whoever wants it next, in another thread, waits for ever. From Python 3.14 on that is so of
-    every lock. So signals are deferred from before it is taken until after it is released.
+    With that of ``threading``, a KeyboardInterrupt may come after the lock was taken and before the ``with`` block, or
+    before it is released: the next thread that wants it waits for ever. From Python 3.14 on that is true of every lock.
+    So signals are deferred from before it is taken until after it is released.
     """
 
     def __init__(self) -> None:
         self._waiters: list[threading.Lock] = []
-        self._inside: list[deferred] = []  # of whoever holds the lock, once for each time
+        self._inside: list[deferred] = []  # of the thread that holds the lock, once for each time
         renewed(self)
 
     def _at_fork_reinit(self) -> None:
@@ -225,7 +225,7 @@ class Condition(_thread.RLock):  # type: ignore[misc]  # stubs call it final; CP
         signals.__exit__(kind, *error)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Gives the lock away until notified, for ``timeout`` seconds at most (None: no limit); False if it was not.
+        """Release the lock until notified, for ``timeout`` seconds at most (None: no limit); False if it was not.
 
         Called in its ``with`` block, entered once. Can be interrupted.
         """
@@ -243,7 +243,7 @@ class Condition(_thread.RLock):  # type: ignore[misc]  # stubs call it final; CP
             self._waiters.remove(waiter)
 
     def notify_all(self) -> None:
-        """Lets all who wait go on; called under the lock."""
+        """Wake all who wait. Called under the lock."""
         for waiter in self._waiters:
-            if waiter.locked():  # else it was notified before, and has not gone on yet
+            if waiter.locked():  # else it was notified before, and has not woken yet
                 waiter.release()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
 from mlaunch.base.misuse import hides_our_frames
-from mlaunch.caller import arguments, nesting, ways
+from mlaunch.caller import arguments, interrupts, nesting
 from mlaunch.caller.call_log import CallLog
 from mlaunch.caller.options import option_text
 from mlaunch.caller.options.launch_options import Options
@@ -22,6 +22,7 @@ from mlaunch.core import load
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from mlaunch.caller.launch.settle import Ended
     from mlaunch.caller.options.option_types import AllOptions, KeywordOptions
     from mlaunch.caller.report.launch_report import LaunchReport
     from mlaunch.sweeps.caller.methods import ManyCalls
@@ -35,28 +36,28 @@ S = TypeVar("S")
 
 
 class launcher(Generic[P, R]):
-    """Runs the decorated function once per device, each in its own process, inside an initialised process group.
+    """A decorator that runs a function once per device, each in its own process, inside an initialised process group.
 
     Usable bare (``@launcher``), with options (``@launcher(n_gpus=4)``) and on methods. Nothing starts when a
     function is decorated. A call blocks until every rank has ended and returns the list of this machine's ranks'
     return values, in the order of ranks. Several threads may call at once.
 
     Args:
-        func: The function. It need not be importable: closures, lambdas and functions of notebooks travel too.
+        func: The function. It need not be importable: closures, lambdas and functions of notebooks work, too.
         **options: The fields of ``mlaunch.caller.options.launch_options.Options``; at run time they are listed here.
 
     Attributes:
-        last: The LaunchReport of the latest call, also of one that failed; None before the first.
-        history: The latest 20 of them, the latest last.
+        last: The LaunchReport of the latest call, even if it failed; None before the first.
+        history: The latest 20 reports, the latest last.
 
     Raises:
         TypeError: (when decorating) an option of a wrong type; (when calling) an argument that cannot be pickled, or
             that the function does not take.
         RuntimeError: It is called inside a rank of mlaunch, without ``join=False``.
-        ValueError: an option with a value that is not allowed, or that this machine cannot serve.
+        ValueError: an option with a value that is not allowed, or that this machine cannot provide.
         LaunchTimeout: The deadline passed.
-        LaunchError: A rank was killed, exited with a code other than 0 or returned what cannot be pickled.
-        Exception: What a rank raised is raised here, with a LaunchError as its ``__cause__``.
+        LaunchError: A rank was killed, exited with a code other than 0 or returned a value that cannot be pickled.
+        Exception: A rank's exception is raised here, with a LaunchError as its ``__cause__``.
 
     Example:
         >>> @launcher(n_gpus=2)
@@ -109,12 +110,12 @@ class launcher(Generic[P, R]):
         return _decorate(func, checked)
 
     def options(self, **changes: Unpack[AllOptions]) -> launcher[P, R]:
-        """Returns a copy with other options: ``train.options(n_gpus=2)(0.1)``. Takes the options of ``launcher``."""
+        """Return a copy with other options: ``train.options(n_gpus=2)(0.1)``. Takes the options of ``launcher``."""
         __tracebackhide__ = True
         return _make(self._function, _checked(self._options, (), changes), self._bound, self._calls)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Runs the function on every rank of this machine; see the class."""
+        """Run the function on every rank of this machine; see the class."""
         __tracebackhide__ = True
         try:
             return self._run((*self._bound, *args), kwargs)
@@ -140,7 +141,7 @@ class launcher(Generic[P, R]):
     # Calls that return before the ranks do
 
     def submit(self, /, *args: P.args, **kwargs: P.kwargs) -> Run:
-        """Begins a call without waiting for it: returns its ``Run``, a Future of the list of values."""
+        """Begin a call without waiting for it; return its ``Run``, a Future of the list of values."""
         __tracebackhide__ = True
         return self._many("submit").submit(*args, **kwargs)
 
@@ -152,7 +153,7 @@ class launcher(Generic[P, R]):
         return_exceptions: bool = False,
         resume: str | os.PathLike[str] | None = None,
     ) -> Sweep:
-        """Begins a call for each value, or for each tuple of values of several iterables, as the builtin does.
+        """Begin a call for each value, or for each tuple of values of several iterables, as the builtin does.
 
         The calls wait for devices of their own (``lease``), so as many run at a time as there are devices for. The
         option ``deadline`` limits each of them: ``train.options(deadline=600).map(rates)``.
@@ -160,15 +161,15 @@ class launcher(Generic[P, R]):
         Args:
             *iterables: The values of the first argument, of the second, and so on.
             devices: The option of that name: ``n_gpus`` of these for each call. None: as the options say, or any.
-            retries: How often a call is started again that has failed; the option ``max_restarts``.
-            return_exceptions: Goes on after a failure, and gives exceptions in the place of values. Otherwise the first
+            retries: How often a failed call is started again: the option ``max_restarts``.
+            return_exceptions: Continue after a failure, with exceptions in the place of values. Otherwise the first
                 failure ends all calls.
-            resume: A file with a line for each call that is done. Those that stand there already are not run again.
+            resume: A file with a line for each finished call. Calls that are in it already do not run again.
 
         Raises:
             TypeError: The function does not take such arguments.
-            ValueError: An option that goes with blocking calls alone; a file of something else.
-            OSError: The file cannot be read, or may hold what others have written.
+            ValueError: An option that only a blocking call can have; a file of something else.
+            OSError: The file cannot be read, or other users may have written to it.
         """
         __tracebackhide__ = True
         settings: dict[str, Any] = {"devices": devices, "retries": retries, "return_exceptions": return_exceptions}
@@ -184,14 +185,14 @@ class launcher(Generic[P, R]):
         resume: str | os.PathLike[str] | None = None,
         **values: Iterable[Any],
     ) -> Sweep:
-        """Begins a call for each combination of the arguments' values: ``train.grid(lr=[0.1, 0.01], seed=range(3))``.
+        """Begin a call for each combination of the arguments' values: ``train.grid(lr=[0.1, 0.01], seed=range(3))``.
 
-        The last argument changes fastest. Else as ``map``, to which belongs a function whose parameters have the names
-        of what stands here before ``values``.
+        The last argument changes fastest. Otherwise as ``map``, which also serves a function with a parameter of the
+        same name as one of these before ``values``.
 
         Raises:
             TypeError: The function does not take such arguments, or a value is no list of values.
-            ValueError: There is no combination, or an option goes with blocking calls alone.
+            ValueError: There is no combination, or an option that only a blocking call can have.
         """
         __tracebackhide__ = True
         settings: dict[str, Any] = {"devices": devices, "retries": retries, "return_exceptions": return_exceptions}
@@ -204,17 +205,17 @@ class launcher(Generic[P, R]):
         return made
 
     def why(self) -> str:
-        """Says which rank the others wait for, of a call that another thread has made; "" if none runs."""
-        said: str = load.room("insight", "caller", f"{self._name}.why()").why_call(self._name)
-        return said
+        """Return which rank the others wait for, in a call of another thread; "" if none runs."""
+        found: str = load.room("insight", "caller", f"{self._name}.why()").why_call(self._name)
+        return found
 
     def watch(self) -> None:
-        """Shows a table of what each rank does until no call runs: of other threads, or submitted.
+        """Show a table of what each rank does in calls of other threads or submitted calls, until none runs.
 
-        A display of the cell in a notebook, lines that change on a terminal. Interrupted, it ends and the calls go on.
+        It is a display in a notebook's cell, and changing lines on a terminal. An interrupt ends it, not the calls.
 
         Raises:
-            RuntimeError: There is neither.
+            RuntimeError: There is neither notebook nor terminal.
             ImportError: On a terminal, without rich (extra: watch).
         """
         load.room("insight", "caller", f"{self._name}.watch()").watch_calls(self._name, self._calls)
@@ -225,7 +226,7 @@ class launcher(Generic[P, R]):
         place = nesting.place_to_join(self._options, self._name)
         arguments.check(self._function, args, kwargs)
         if self._options.inline:
-            from mlaunch.caller.inline import run_inline  # for this alone
+            from mlaunch.caller.inline import run_inline  # only for this
 
             return run_inline(self._options, self._name, self._function, args, kwargs)
         if place is not None:
@@ -234,18 +235,18 @@ class launcher(Generic[P, R]):
             arguments.check_values(self._function, args, kwargs)
         self._calls.begin()
         try:
-            ended = ways.make_call(self._options, self._function, args, kwargs)
+            ended = _make_call(self._options, self._function, args, kwargs)
         finally:
             self._calls.end()
         self._calls.reports.append(ended.report())
         try:
             return ended.result()
         finally:
-            del ended  # see there
+            del ended  # breaks the traceback's cycle; see Ended.result
 
     @property
     def _wrapped_call(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """The function that a call runs, and what stands before the arguments: the instance of a method."""
+        """The function that a call runs, and what comes before the arguments: the instance of a method."""
         return self._function, self._bound
 
     @overload
@@ -263,15 +264,15 @@ class launcher(Generic[P, R]):
     def __reduce__(self) -> str | tuple[Any, ...]:
         from mlaunch.protocol import reducers
 
-        # In __main__ not by name: this is asked by cloudpickle and all that have a copy of it, whose processes have
-        # another one. Multiprocessing's have the same, and _reduce_for_a_pool.
+        # In __main__ not by name: cloudpickle, and libraries with a copy of it, call this for processes with another
+        # __main__. Multiprocessing's processes have the same, and _reduce_for_a_pool.
         if reducers.is_known(getattr(self, "__module__", None) or ""):
             return _reduce_for_a_pool(self)
         return _make, (self._function, self._options, self._bound)
 
 
 def _reduce_for_a_pool(found: launcher[P, R]) -> str | tuple[Any, ...]:
-    """Reduces it to its name, if it has one; methods, and copies with other options, to what has their name."""
+    """Reduce it to its name, if it has one; methods, and copies with other options, to the launcher of that name."""
     named: Any = sys.modules.get(getattr(found, "__module__", ""))
     for name in found._name.split("."):
         named = getattr(named, name, None)
@@ -290,13 +291,13 @@ _OWN_NAMES = frozenset({*dir(launcher), *launcher.__annotations__})
 
 
 class _Decorator(Protocol):
-    """What ``launcher(n_gpus=4)`` is: it takes the function."""
+    """The type of ``launcher(n_gpus=4)``, which takes the function."""
 
     def __call__(self, func: Callable[P, R], /) -> launcher[P, R]: ...
 
 
 def _checked(options: Options, args: tuple[Any, ...], changes: Mapping[str, Any]) -> Options:
-    """Returns the options with changes. Errors are raised as if from the line that called."""
+    """Return the options with changes. Errors are raised as if from the line of the call."""
     __tracebackhide__ = True
     try:
         return options.replaced(_by_name(args, changes))
@@ -345,8 +346,22 @@ def _make(
     return made
 
 
+def _make_call(options: Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ended:
+    """Run the function where the options say: on new ranks, on ranks that stay, on an engine's machines."""
+    # What makes calls is imported by the first one, so that importing the decorator stays cheap. Before Python 3.12 a
+    # KeyboardInterrupt while a dataclass is made is raised as a RuntimeError, so the import is not interrupted.
+    with interrupts.deferred():
+        if options.engine is not None and options.keep is None:
+            call: Callable[..., Ended] = options.engine.call
+        elif options.ranks is not None or options.keep is not None:
+            from mlaunch.caller.ranks.keep import call_on_kept as call
+        else:
+            from mlaunch.caller.launch.call import call_on_ranks as call
+    return call(options, function, args, kwargs)
+
+
 def _attributes(function: Callable[..., Any]) -> dict[str, Any]:
-    """Returns what decorators below have set on the function (pytest's marks), save names of the launcher's own."""
+    """Return what decorators below have set on the function (pytest's marks), except the launcher's own names."""
     if not isinstance(function, types.FunctionType):
         return {}
     return {name: value for name, value in vars(function).items() if name not in _OWN_NAMES}

@@ -1,7 +1,7 @@
-"""What a call of a decorated function does in a process that is a rank already: join the others, or refuse.
+"""Calls of a decorated function in a process that is a rank already: it joins the other ranks, or refuses.
 
-A process that torchrun, srun, mpirun or submitit started joins and runs the function itself. A rank of
-mlaunch's own refuses: it would start as many ranks again in each rank, which is hardly ever meant.
+A process that torchrun, srun, mpirun or submitit has started joins and runs the function itself. A rank of mlaunch
+refuses: each rank would start as many ranks again, which is hardly ever meant.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mlaunch.rank.joining.recognise import RankInfo, recognise
 
 
 def place_to_join(options: Options, name: str) -> RankInfo | None:
-    """Says where a call belongs that must not start ranks of its own; None: it starts them.
+    """Return the place of this process, if a call must not start ranks of its own; None: it starts them.
 
     Raises:
         RuntimeError: This process is a rank of mlaunch.
@@ -32,13 +32,13 @@ def place_to_join(options: Options, name: str) -> RankInfo | None:
         raise misuse(
             RuntimeError(
                 f"{name}() is called inside rank {rank.rank} of {rank.function}, which is launched already. To "
-                f"run it in this rank alone, call {name}.__wrapped__(...); to start new ranks from here, decorate it "
+                f"run it in this rank only, call {name}.__wrapped__(...); to start new ranks from here, decorate it "
                 f"with @launcher(..., join=False)"
             )
         )
     place = recognise(os.environ) if options.engine is None else None  # an engine places ranks elsewhere
     if place is not None and place.world_size == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
-        return None  # variables that someone set for a group of one, in a notebook: no launcher of several
+        return None  # variables for a group of one, set by hand in a notebook
     if place is None or options.world_size in {None, place.world_size}:
         return place
     if place.launcher == "srun":  # one task per machine, each of which starts that machine's ranks
@@ -52,7 +52,7 @@ def place_to_join(options: Options, name: str) -> RankInfo | None:
 
 
 def rank_of_process() -> str:
-    """Says which rank this process is already: "rank 0 of train()", "rank 3 of srun"; "" if it is none."""
+    """Return which rank this process is: "rank 0 of train()", "rank 3 of srun"; "" if it is none."""
     rank, place = this_rank.this_rank, recognise(os.environ)
     if rank is not None:
         return f"rank {rank.rank} of {rank.function}"
@@ -64,7 +64,7 @@ def rank_of_process() -> str:
 def run_joined(
     options: Options, place: RankInfo, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Any]:
-    """Joins the other ranks, unless an earlier call did, and runs the function here: a list of one value."""
+    """Join the other ranks, unless an earlier call did, and run the function here; return a list of one value."""
     import torch.distributed as dist
 
     from mlaunch.rank.joining.become_rank import become_rank
@@ -72,7 +72,7 @@ def run_joined(
     for feature in options.features:
         if feature.one_call:
             given = f"{feature.options[0]}={getattr(options, feature.options[0])!r}"
-            raise misuse(ValueError(f"{given} in {rank_of_process()}, which others have started; allowed: "
+            raise misuse(ValueError(f"{given} in {rank_of_process()}, which mlaunch has not started; allowed: "
                                     f"{feature.instead}, or join=False"))  # fmt: skip
     if not dist.is_initialized():
         become_rank(place, backend=options.backend, timeout=options.timeout_seconds)
@@ -83,8 +83,8 @@ def run_joined(
 
 
 def refuse_in_bootstrap(name: str) -> None:
-    """Raises RuntimeError in a process that multiprocessing spawns, while it imports the script."""
-    # multiprocessing imports the main script anew in each process that it spawns, and sets this while it does.
+    """Raise RuntimeError in a process that multiprocessing spawns, while it imports the script."""
+    # multiprocessing imports the main script in each process that it spawns, and sets this while it does.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise misuse(
             RuntimeError(

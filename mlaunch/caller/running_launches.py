@@ -1,4 +1,4 @@
-"""What this user's running launches say of themselves, each by the socket on which its agent or caller listens."""
+"""This user's running launches, and what they answer at the sockets on which their agents or callers listen."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from mlaunch.protocol import registry, visitors
 from mlaunch.protocol.visitors import STATUS
 
 ID_SHOWN = 8
-_QUEUE_TIMEOUT = 5  # seconds for a launch to take a visitor in
+_QUEUE_TIMEOUT = 5  # seconds for a launch to accept a connection
 _ANSWER_TIMEOUT = 5.0  # seconds for it to answer
 
 
 def ask(word: bytes, start: str = "", *, patient: bool = False) -> list[dict[str, Any]]:
-    """Says what the running launches answer whose ID has this start. One that ends meanwhile is left out.
+    """Return the answers of the running launches whose ID has this start, without those that end meanwhile.
 
-    ``patient``: waits for each as long as it takes.
+    ``patient``: wait for each as long as it takes.
     """
     return [answer for _, answer in ask_by_name(word, start, patient=patient)]
 
 
 def ask_by_name(word: bytes, start: str = "", *, patient: bool = False) -> list[tuple[str, dict[str, Any]]]:
-    """Says it with the name of each in the registry, which parts of one launch have of their own."""
+    """Return the answers, each with its name in the registry, where each part of a launch has its own."""
     answers, timeout = [], None if patient else _ANSWER_TIMEOUT
     for name, connection in registry.connections(os.environ, _QUEUE_TIMEOUT):
         with connection:
@@ -35,7 +35,7 @@ def ask_by_name(word: bytes, start: str = "", *, patient: bool = False) -> list[
 
 
 def whole(parts: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns launches, each with the ranks of all its parts: machines of one launch may be this one."""
+    """Return launches, each with the ranks of all its parts: several machines of a launch may be this one."""
     found: dict[str, dict[str, Any]] = {}
     for part in parts:
         before = found.get(part["id"], {"ranks": []})["ranks"]
@@ -45,11 +45,11 @@ def whole(parts: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def connect(name: str) -> socket.socket:
-    """Returns a connection to the launch of this name. LookupError: it is over, or of a sandbox."""
+    """Return a connection to the launch of this name. LookupError: it is over, or in a sandbox."""
     connection = registry.reach(os.environ, name, _QUEUE_TIMEOUT)
     if connection is None:
         raise LookupError(f"the launch {name} has ended, or does not answer")
-    # What comes is unpickled here; a process in a sandbox could have put a socket there.
+    # What it sends is unpickled here; a process in a sandbox could have put a socket there.
     if lacking := rights_lacking_to_peer(connection):
         connection.close()
         raise LookupError(f"the launch {name} is not debugged from here: of its process, {lacking}")
@@ -57,14 +57,14 @@ def connect(name: str) -> socket.socket:
 
 
 def launches_of(name: str) -> list[str]:
-    """Returns the IDs of launches, or sets of ranks, that run calls of that function which this process has made."""
+    """Return the IDs of launches, or sets of ranks, that run this process's calls of that function."""
     ours = [launch for launch in ask(STATUS) if launch["caller"] == os.getpid()]
     named = [launch["id"] for launch in ours if f"{name}()" in {launch["function"], launch.get("call")}]
     return list(dict.fromkeys(named))
 
 
 def title_of(launch: Mapping[str, Any]) -> str:
-    """Says which launch it is: "3f2a6c11  train()  4 ranks, 12 s old, called by pid 4236"."""
+    """Return a launch's title: "3f2a6c11  train()  4 ranks, 12 s old, called by pid 4236"."""
     launch = shown(launch)
     size = len(launch["ranks"])
     ranks = f"{size} rank{'s' if size > 1 else ''}" + (f" of {launch['world_size']}" * (launch["world_size"] != size))
@@ -77,7 +77,7 @@ def title_of(launch: Mapping[str, Any]) -> str:
 
 
 def facts_of(launch: Mapping[str, Any]) -> list[str]:
-    """Return a line for each feature that has something to say of the launch: "counting: calls 3", or its text."""
+    """Return a line for each feature with facts about the launch: "counting: calls 3", or its text."""
     return [
         f"{feature}: {facts.get('text') or ', '.join(f'{name} {value}' for name, value in facts.items())}"
         for feature, facts in shown(launch.get("features", {})).items()
@@ -85,5 +85,5 @@ def facts_of(launch: Mapping[str, Any]) -> list[str]:
 
 
 def place_of_rank(rank: Mapping[str, Any]) -> str:
-    """Says on which device of which machine it is, where that is another one."""
+    """Return a rank's device, with its machine if that is another one."""
     return f"{rank['device']} on {rank['host']}" if "host" in rank else str(rank["device"])

@@ -1,4 +1,4 @@
-"""Starting the fork server, and the first launch, before they are needed."""
+"""``mlaunch.warm_up``: starts the fork server, and prepares the first launch, before they are needed."""
 
 from __future__ import annotations
 
@@ -20,24 +20,23 @@ if TYPE_CHECKING:
 
 
 def warm_up(*, preload: Sequence[str] | None = None, **options: Unpack[AllOptions]) -> None:
-    """Starts this process's fork server in the background and returns at once.
+    """Start this process's fork server in the background and return at once.
 
-    The first launch of a process otherwise waits while the fork server imports torch. Called as a script's first
+    Without it, the first launch of a process waits while the fork server imports torch. Called as a script's first
     statement, before its own ``import torch``, the two imports run at the same time. A server that is already there
     is kept, unless it is to import something else.
 
     Args:
-        preload: Modules that the fork server imports besides torch, so that ranks need not, in this call and all that
-            follow with the start method "forkserver", on this machine. For what each rank would import anew:
-            "torch._dynamo", which the first optimizer or DistributedDataParallel imports in a second or more,
-            "lightning". They must not touch a device or start threads, and ranks have them as they were then. None: as
-            before.
-        **options: Those of ``launcher``. With any, the first launch with these is prepared too, as those after a call
-            are: its ranks join and wait.
+        preload: Modules that the fork server imports in addition to torch, so that ranks need not, in all later calls
+            with the start method "forkserver" on this machine. For modules that each rank would import by itself:
+            "lightning", or "torch._dynamo", which the first optimizer or DistributedDataParallel imports in a second or
+            more. They must not touch a device or start threads, and ranks have them as they were then. None: as before.
+        **options: Those of ``launcher``. With any, the first launch with these is prepared, too, as it is after a call:
+            its ranks join and wait.
 
     Raises:
-        TypeError, ValueError: An option is wrong. What this machine does not have is told by the call, and so is a
-            module that cannot be imported.
+        TypeError, ValueError: An option is wrong. The call raises an error for devices that this machine lacks, and for
+            a module that cannot be imported.
     """
     try:
         modules = warm_server.preload if preload is None else _modules(preload)
@@ -58,10 +57,30 @@ def _modules(preload: Sequence[str]) -> tuple[str, ...]:
 
 
 def _prepare(server: ForkServer, options: Options) -> None:
-    """Prepares a launch, as soon as the server has imported torch."""
+    """Prepare a launch, as soon as the server has imported torch."""
     try:
-        from mlaunch.caller import ahead
-
-        ahead.prepare(server, options)
-    except Exception as error:  # the call itself will tell
+        _ask_for_launch(server, options)
+    except Exception as error:  # the call itself will raise it
         log.debug("nothing was prepared: %s", error)
+
+
+def _ask_for_launch(server: ForkServer, options: Options) -> None:
+    """Wait for the server, and ask it for a launch with these options. Raise what their call would."""
+    # What makes calls: this thread imports it, while the main thread goes on.
+    from mlaunch.caller.launch.call import planned
+    from mlaunch.caller.launch.plan import Attempt, ThisMachine
+    from mlaunch.caller.launch.start import with_pipes
+    from mlaunch.caller.output.output_plan import output_plan
+    from mlaunch.caller.server.prepared_launch import preparation
+    from mlaunch.core.grants import Grant
+
+    environ = {**os.environ, **(options.env or {})}
+    machine = ThisMachine(server.ready(), server.count_devices)
+    spec = planned(Grant(options, environ), machine, "", Attempt(0, options.deadline))
+    spec = with_pipes(spec, output_plan(options, spec))
+    following = preparation.expect(server, spec)
+    if following is not None:
+        try:
+            server.prepare(following, like=spec)
+        finally:
+            following.close()

@@ -12,7 +12,7 @@ _CONTEXTLIB = contextlib.__file__
 
 
 def warn_caller(message: str) -> None:
-    """Issues a RuntimeWarning that points at the line which called into this package."""
+    """Issue a RuntimeWarning that points at the line that called into this package."""
     frame, level = sys._getframe(1), 2  # level 1 is this function
     while frame.f_back is not None and _is_between(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mlaunch.caller.report.records import LaunchRecord, RankReport, Span
+from mlaunch.caller.report.launch_report import LaunchReport, RankReport, Span
 from mlaunch.profile.caller import merged_trace
 from mlaunch.profile.caller.merged_trace import CutTraceError, events_of
 
@@ -19,10 +19,10 @@ BEGUN = 1_000_000.0  # seconds of the epoch
 BASE = 999_000 * 10**9  # nanoseconds
 
 
-def report(*pids: int) -> LaunchRecord:
+def report(*pids: int) -> LaunchReport:
     run = (Span("run", 1.0, 3.0),)
     ranks = [RankReport(rank, pid, "cpu", run, 0, None, "returned") for rank, pid in enumerate(pids)]
-    return LaunchRecord("train()", "here", 5.0, 0, len(pids), tuple(ranks), begun=BEGUN)
+    return LaunchReport("train()", "here", 5.0, 0, len(pids), tuple(ranks), begun=BEGUN)
 
 
 def part(folder: Path, rank: int, events: list[dict[str, Any]], end: str = "]}") -> str:

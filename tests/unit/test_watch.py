@@ -11,10 +11,10 @@ import pytest
 
 from mlaunch.base.text import columns
 from mlaunch.caller.call_log import CallLog
-from mlaunch.caller.device_use import DeviceUse
 from mlaunch.cli import main, ps_and_stop
 from mlaunch.display import caller as drawing
 from mlaunch.insight.caller import watching
+from mlaunch.insight.caller.device_use import DeviceUse
 from mlaunch.insight.caller.watch_rows import RankTable
 
 FRAMES = [["/usr/lib/python3/dist-packages/torch/distributed/c.py", "9", "all_reduce"], ["/me/train.py", "21", "step"]]

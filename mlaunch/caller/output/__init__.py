@@ -1,1 +1,1 @@
-"""What ranks print, on its way from their pipes to files and to people. Runs in the caller."""
+"""The output of ranks, from their pipes to files and to people."""

@@ -1,4 +1,4 @@
-"""What one call's ranks print, on its way to files and to people."""
+"""The output of one call's ranks, on its way to files and to people."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mlaunch.caller.output.merging import WINDOW, Merger
 from mlaunch.caller.output.output_plan import STREAMS, LaunchNumber, OutputPlan, Policy
 from mlaunch.protocol.board import Board
 
-# Compared line by line, such a rank would hold up the others, who wait for its pipe.
-_FLOOD = 32768  # bytes at once: such a rank's lines are not compared with the others'
+# Bytes at once. Lines of a rank that prints so much are not compared with the others', who would wait for it.
+_FLOOD = 32768
 
 
 @dataclass
@@ -25,14 +25,14 @@ class RankStream:
 
     rank: int
     local_rank: int
-    number: int  # 1, 2, or that of what it displays (``OutputPlan.rich``)
+    number: int  # 1, 2, or the stream of what it displays (``OutputPlan.rich``)
     policy: Policy
     file: LogFile | None
     times: WriteTimes
     splitter: LineSplitter = field(default_factory=LineSplitter)
-    displays: Any = None  # cuts what it displays
-    held: float | None = None  # since when the splitter holds a line
-    held_written: float = 0.0  # when that line was written
+    displays: Any = None  # cuts a stream of displays
+    held: float | None = None  # the time since which the splitter holds a line
+    held_written: float = 0.0  # the time at which that line was written
 
 
 @dataclass
@@ -46,9 +46,9 @@ class WrittenLines:
 
 
 class CallOutput:
-    """Prefixes, merges, shows and keeps. ``size``: ranks of this machine; ``clock`` gives monotonic seconds.
+    """The output of a call: prefixed, merged, shown. ``size``: ranks of this machine; ``clock``: monotonic seconds.
 
-    It is called by who supervises, so its own errors end in it; then what ranks print is shown as it comes.
+    Its errors do not reach the supervising code that calls it: after one, output is shown as it comes.
     """
 
     def __init__(self, plan: OutputPlan, size: int, attempt: int, clock: Callable[[], float]) -> None:
@@ -61,19 +61,19 @@ class CallOutput:
         self._live = LiveLines() if plan.area is None else plan.area.lines(clock())
         self._number = LaunchNumber()
         self._streams: list[RankStream] = []
-        self._fresh: list[WrittenLines] = []  # of this round
+        self._fresh: list[WrittenLines] = []  # taken, and not shown yet
         self.status: Callable[[], list[str]] = list  # the lines above the bars
-        self._like: OutputPlan | None = None  # another plan that it can serve
-        self._touched = False  # something has come, or was shown
-        self._is_broken = False  # an error of this class or what it uses
+        self._like: OutputPlan | None = None  # another plan for which this output can serve
+        self._touched = False  # True: something has come, or was shown
+        self._is_broken = False  # True: this class, or code that it uses, has failed
 
     def open_stream(self, rank: int, local_rank: int, number: int, board: Board | None = None) -> RankStream:
-        """Begins a stream, with a file if the plan wants one. ``board``: where the rank notes when it writes."""
+        """Begin a stream, with a file if the plan wants one. ``board``: on it, the rank notes its times of writing."""
         policy, file = self.plan.policies[local_rank, number], None
         if policy.kept and self.plan.directory is not None:
             name = local_rank if self.plan.by_local_rank else rank
             file = LogFile(self.plan.directory, self._attempt, name, number, self.say)
-            if self.plan.by_local_rank:  # a command's: torchrun's users expect the files from the beginning
+            if self.plan.by_local_rank:  # of a command: torchrun's users expect the files from the beginning
                 file.write(b"")
         stream = RankStream(rank, local_rank, number, policy, file, WriteTimes(board, local_rank, number))
         if number not in STREAMS:
@@ -83,11 +83,11 @@ class CallOutput:
 
     @property
     def untouched(self) -> bool:
-        """Whether nothing is left to show or to close."""
+        """True if nothing is left to show or to close."""
         return self.plan.plain and not self._touched
 
     def serve(self, plan: OutputPlan) -> bool:
-        """Serves another call, if that asks for the same and nothing has come; most calls print nothing."""
+        """Serve another call, if it wants the same and nothing has come: most calls print nothing."""
         reused = self.serves(plan)
         if reused:
             self._number.give_back()
@@ -95,14 +95,14 @@ class CallOutput:
         return reused
 
     def serves(self, plan: OutputPlan) -> bool:
-        """Tells whether it can serve another call."""
+        """True if it can serve another call."""
         if self._touched or (plan is not self._like and not plan.like(self.plan)):
             return False
         self._like = plan
         return True
 
     def take(self, stream: RankStream, data: bytes) -> None:
-        """Takes what a rank has printed."""
+        """Take output of a rank."""
         self._touched = True
         if stream.file is not None:
             with harmless():
@@ -129,7 +129,7 @@ class CallOutput:
         stream.held = now if stream.splitter.holding else None
 
     def end_stream(self, stream: RankStream) -> None:
-        """Takes the line that was never completed, and closes the stream's file."""
+        """Take the line that was never completed, and close the stream's file."""
         self._streams.remove(stream)
         with harmless():
             if self._touched and self._splits(stream) and not self._is_broken:
@@ -140,7 +140,7 @@ class CallOutput:
                 stream.file.close()
 
     def tails(self) -> dict[int, bytes] | None:
-        """Returns the end of what each rank printed, shown or not; None if it is not kept."""
+        """Return the end of what each rank printed, shown or not; None if it is not kept."""
         if not self._touched:
             return None if self._tails is None else {}
         with harmless():
@@ -148,15 +148,15 @@ class CallOutput:
         return None
 
     def due(self) -> float | None:
-        """Returns when a line need wait no longer, or those that change are due; None if nothing is."""
-        if not self._touched or self._is_broken:  # as most calls, which print nothing
+        """Return when a line has waited long enough, or changing lines are due; None if nothing is."""
+        if not self._touched or self._is_broken:  # most calls: they print nothing
             return self._live.due
         held = [stream.held + WINDOW for stream in self._streams if stream.held is not None]
         steps = (self._merger.due if self._merger is not None else None, self._live.due, *held)
         return min((step for step in steps if step is not None), default=None)
 
     def show_due(self) -> None:
-        """Shows what is due."""
+        """Show what is due."""
         now = self._clock()
         if self._touched:
             self.show_lines()
@@ -166,14 +166,14 @@ class CallOutput:
             self._live.postpone(now)
             return
         with harmless():
-            looks = [*self._status(), *self._bars()]
+            lines = [*self._status(), *self._bars()]
             with self._live.lock:
-                self.console.write(2, self._live.draw(looks, now).encode())
+                self.console.write(2, self._live.draw(lines, now).encode())
             return
         self._live.give_up()
 
     def show_lines(self) -> None:
-        """Show the lines that need wait no longer, once all that was written by some moment has been taken."""
+        """Show the lines that have waited long enough. Called when all output up to some moment has been taken."""
         if not self._is_broken:
             with harmless():
                 self._release_held(self._clock())
@@ -182,7 +182,7 @@ class CallOutput:
             self._break()
 
     def finish(self) -> None:
-        """Shows what still waits, and leaves of the lines that change what should stay."""
+        """Show what still waits, and the final state of the changing lines."""
         self._show_rest()
         with self._live.lock:
             status: list[str] = []
@@ -191,7 +191,7 @@ class CallOutput:
             self.console.write(2, self._live.close(status).encode())
 
     def close(self) -> None:
-        """Drops unshown output (after an error)."""
+        """Drop unshown output (after an error)."""
         if not self.untouched:
             with self._live.lock:
                 self.console.write(2, self._live.close([]).encode())
@@ -199,16 +199,16 @@ class CallOutput:
         self._number.give_back()
 
     def stand_aside(self) -> None:
-        """Makes way: this is the output of no call, and tells no other one apart."""
+        """Give the launch number back: this is the output of no call now."""
         self._number.give_back()
 
     def write(self, text: str) -> None:
-        """Shows a text as it is, after all that has come."""
+        """Show a text as it is, after all output that has come."""
         self._show_rest()
         self._print(1, text.encode(errors="backslashreplace"))
 
     def say(self, text: str) -> None:
-        """Shows a message of our own."""
+        """Show a message of mlaunch."""
         self._print(2, f"mlaunch: {text}\n".encode(errors="backslashreplace"))
 
     def _status(self) -> list[str]:
@@ -238,7 +238,7 @@ class CallOutput:
             self.console.write(stream, data)
 
     def _publish(self, stream: int, line: bytes) -> None:
-        """Shows what a rank displays, below what was printed before."""
+        """Show a display of a rank, below what was printed before."""
         if self.plan.sink is not None:
             with harmless():
                 self.plan.sink(stream, line)
@@ -251,7 +251,7 @@ class CallOutput:
             self._print(1, instead.encode(errors="backslashreplace"))
 
     def _split(self, stream: RankStream, part: bytes, at: float, *, flood: bool) -> None:
-        """Take what was written at that time; a line that was held keeps the time of its own writing."""
+        """Take output that was written at one time; a line that was held keeps the time of its own writing."""
         held = stream.splitter.holding
         lines = stream.splitter.feed(part)
         self._take_lines(stream, lines[:held], stream.held_written, flood=flood)
@@ -269,7 +269,7 @@ class CallOutput:
                 self._show_waiting(everything=True)
 
     def _break(self) -> None:
-        """Leaves out what has failed: lines are not cut, compared or kept any more."""
+        """Go on without what has failed: no longer cut, compare or keep lines."""
         self._is_broken = True
         self._live.give_up()
 

@@ -1,29 +1,33 @@
-"""Where people see what ranks print: this process's ``sys.stdout`` and ``sys.stderr`` of the moment.
+"""The streams on which people see the output of ranks: this process's present ``sys.stdout`` and ``sys.stderr``.
 
-So it arrives in the running cell of a notebook, and in what a test captures. Nothing here waits for whoever reads a
-pipe or a terminal, until the launch is over: what they do not take now waits its turn.
+So it arrives in the running cell of a notebook, and in the capture of a test. Until the launch is over, nothing here
+waits for the reader of a pipe or terminal: what it does not take now is kept in order.
 """
 
 from __future__ import annotations
 
 import io
 import math
+import os
 import select
+import stat
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from mlaunch.caller import interrupts
-from mlaunch.caller.output.outlet import Outlet, descriptor
 
 _READER_TIMEOUT = 2.0  # seconds in which nobody reads, after which nobody will
+_LEAST = select.PIPE_BUF  # bytes: so many go at once into a pipe that takes any, unless others write to it, too
+_MOST = 1 << 20
 
 
 class Console:
-    """Two streams, written to in the order of what is printed.
+    """Two streams, written to in the order of printing.
 
-    One that cannot be written to (a reader that left) is given up: that must not end a training.
+    One that cannot be written to (its reader has left) is given up: that must not end a training.
     """
 
     def __init__(self) -> None:
@@ -35,18 +39,18 @@ class Console:
         self._begun = False  # the latest write may have written something
 
     def write(self, stream: int, data: bytes) -> None:
-        """Writes data, after what waits."""
+        """Write data, after all that still waits."""
         if stream in self._unread:
             self._unread[stream] += len(data)
         if stream in self._lost or not data:
             return
-        # One queue for both streams: what is printed to both keeps its order.
+        # One queue for both streams, to keep their common order.
         self._waiting.append((stream, memoryview(data)))
         if len(self._waiting) == 1:
             self.drain()
 
     def say(self, text: str) -> None:
-        """Writes a message of our own."""
+        """Write a message of mlaunch."""
         self.write(2, f"mlaunch: {text}\n".encode(errors="backslashreplace"))
 
     @property
@@ -55,7 +59,7 @@ class Console:
         return self._outlets[self._waiting[0][0]].fd if self._waiting else None
 
     def drain(self) -> bool:
-        """Writes what can be written without waiting; True if nothing is left."""
+        """Write what can be written without waiting; True if nothing is left."""
         while self._waiting:
             stream, data = self._waiting[0]
             written = self._try_write(stream, data)
@@ -68,12 +72,11 @@ class Console:
         return True
 
     def wait(self, until: float = math.inf) -> None:
-        """Waits until all is written; after ``until``, in monotonic seconds, only for who still reads."""
+        """Wait until all is written; after ``until``, in monotonic seconds, only while somebody reads."""
         while not self.drain():
-            self.raise_interrupt()  # before it waits once more; what is not written yet stays
+            self.raise_interrupt()  # before the next wait; what is not written yet stays
             patience = max(until - time.monotonic(), _READER_TIMEOUT)
-            # Not a thread with a queue: one that hangs in a write at the interpreter's end holds the lock of the
-            # stream.
+            # Not in a thread: one that hangs in a write at the interpreter's end would hold the stream's lock.
             poll = select.poll()
             poll.register(self.blocked or 0, select.POLLOUT)
             with interrupts.allowed():
@@ -83,7 +86,7 @@ class Console:
         self.raise_interrupt()
 
     def finish(self, until: float = math.inf) -> None:
-        """Waits as ``wait``, after the last that is written, and says how much of it nobody has read."""
+        """Wait as ``wait`` does, after the last write, and say how much of it nobody has read."""
         self.wait(until)
         size = self._unread.pop(1, 0)
         if size:
@@ -91,20 +94,20 @@ class Console:
             self.wait(until)
 
     def raise_interrupt(self) -> None:
-        """Raises what came while a stream object was busy: Ctrl-C, or what another handler raised."""
+        """Raise the exception of a signal handler that came while a stream object was busy, such as Ctrl-C."""
         interrupt, self._interrupt = self._interrupt, None
         if interrupt is not None:
             raise interrupt
 
     def close(self) -> None:
-        """Drops what waits."""
+        """Drop what still waits."""
         self._waiting.clear()
         for outlet in self._outlets.values():
             outlet.close()
         self._outlets.clear()
 
     def _try_write(self, stream: int, data: memoryview) -> int:
-        """Returns how much need not be written any more."""
+        """Return how many bytes are done with: written, or given up."""
         began = time.monotonic()
         if stream in self._lost:
             return len(data)
@@ -115,17 +118,17 @@ class Console:
                 self._lost.add(stream)  # None, gone, full, closed; a stream object may raise anything
                 return len(data)
             self._interrupt = error
-            if time.monotonic() - began > _READER_TIMEOUT:  # it waits, and would the next time, too
+            if time.monotonic() - began > _READER_TIMEOUT:  # its reader is slow, and would be the next time, too
                 self._lost.add(stream)
             elif not self._begun:  # it came in the flush before; a file can wait for the next turn
                 return 0 if stream in self._outlets else self._try_write(stream, data)
         return len(data)
 
     def _write(self, stream: int, data: memoryview) -> int:
-        """Returns how much was written; 0 if none can be without waiting."""
-        # Of this moment: a test captures, and a notebook changes them from cell to cell.
+        """Return how many bytes were written; 0 if none can be without waiting."""
+        # The present streams: a test captures, and a notebook changes them from cell to cell.
         target: Any = sys.stdout if stream == 1 else sys.stderr
-        fd, self._begun = descriptor(target), False
+        fd, self._begun = _descriptor(target), False
         if fd is not None:
             return self._outlet(stream, fd).write(data, target.flush)
         if stream in self._outlets:
@@ -135,7 +138,7 @@ class Console:
                 target.flush()
                 self._begun = True
                 target.buffer.write(data)
-            else:  # a notebook's; one that copies what it is given
+            else:  # such as a notebook's
                 self._begun = True
                 target.write(bytes(data).decode(errors="backslashreplace"))
             target.flush()
@@ -153,3 +156,53 @@ class Console:
         self._lost.add(stream)
         self._unread[stream] = sum(len(data) for number, data in self._waiting if number == stream)
         self._waiting = deque(item for item in self._waiting if item[0] != stream)
+
+
+def _descriptor(stream: Any) -> int | None:
+    """Return the descriptor that a stream writes to, if there are only Python's own buffers in between."""
+    if not isinstance(stream, io.TextIOWrapper):
+        return None
+    raw = getattr(stream.buffer, "raw", stream.buffer)
+    return raw.fileno() if isinstance(raw, io.FileIO) else None
+
+
+class Outlet:
+    """A file that is written to without waiting for its reader.
+
+    Whether a write waits is a property of the open file, which other processes share. So pipes and terminals are opened
+    once more. Others (a socket, another user's terminal) are written to in small pieces, when they take any.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._most = _MOST
+        found = os.fstat(fd)
+        self._identity = found.st_dev, found.st_ino
+        if stat.S_ISREG(found.st_mode):  # never waits; opened once more, it would be written from its start
+            self.fd = os.dup(fd)
+            return
+        try:
+            self.fd = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        except OSError:
+            # A pipe is ready for poll when it takes so much: a write of more could wait for its reader.
+            self.fd, self._most = os.dup(fd), _LEAST
+
+    def leads_to(self, fd: int) -> bool:
+        """True if ``fd`` is still the file that this was made for."""
+        found = os.fstat(fd)
+        return (found.st_dev, found.st_ino) == self._identity
+
+    def write(self, data: memoryview, before: Callable[[], object]) -> int:
+        """Return how many bytes were written; 0 if none can be now. ``before`` writes what comes before."""
+        poll = select.poll()
+        poll.register(self.fd, select.POLLOUT)
+        if not poll.poll(0):
+            return 0
+        with interrupts.allowed():  # if others wrote to the stream, this may wait
+            before()
+        try:
+            return os.write(self.fd, data[: self._most])
+        except BlockingIOError:
+            return 0
+
+    def close(self) -> None:
+        os.close(self.fd)

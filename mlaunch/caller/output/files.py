@@ -1,4 +1,4 @@
-"""One file per rank, attempt and stream that was written to: DIRECTORY/attempt_0/RANK/stdout.log."""
+"""The files of ``log_dir``, one per attempt, rank and stream: DIRECTORY/attempt_0/RANK/stdout.log."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ NAMES = {1: "stdout.log", 2: "stderr.log"}
 
 
 class LogFile:
-    """Takes bytes as they come; the file is there from the first one on, and its directory.
+    """A file, made with its directory at the first byte.
 
-    A file that cannot be written is told of once, and what follows is not kept.
+    If it cannot be written, that is reported once, and what follows is not kept.
     """
 
     def __init__(self, directory: str, attempt: int, rank: int, stream: int, complain: Callable[[str], None]) -> None:
@@ -31,8 +31,8 @@ class LogFile:
         left = memoryview(data)
         try:
             if not self._closed and self._file is None:
-                # Without a buffer: what a rank printed before it died is in the file when people look. Not by its path:
-                # who may rename in log_dir could have put a link, or a directory of his, in the way.
+                # Unbuffered: what a rank printed before it died is in the file at once. Not by its path: a user who
+                # may rename in log_dir could have put a link, or a directory, in the way.
                 self._file = open(make_file(*self._place), "wb", buffering=0)  # noqa: SIM115 - close() ends it
             while self._file is not None and left:
                 left = left[self._file.write(left) or 0 :]
@@ -40,7 +40,7 @@ class LogFile:
             self._give_up(error)
 
     def close(self) -> None:
-        """Closes it for good."""
+        """Close the file; later writes are dropped."""
         self._closed = True
         if self._file is not None:
             self._file.close()
@@ -52,12 +52,12 @@ class LogFile:
 
 
 def new_directory(base: str | os.PathLike[str], name: str) -> str:
-    """Makes a directory for one launch in ``base``; its name starts with ``name``. OSError where there can be none."""
+    """Make a directory for one launch in ``base``; its name starts with ``name``. OSError if it cannot be made."""
     return tempfile.mkdtemp(prefix=_prefix(name), dir=_made(base))
 
 
 def own_directory(base: str | os.PathLike[str], name: str) -> str:
-    """Returns what ``new_directory`` would, for a call's first file to make: most of many calls print nothing."""
+    """Return a path as ``new_directory`` does, which a call's first file makes: most calls print nothing."""
     base = _made(base)
     if not os.access(base, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -65,7 +65,7 @@ def own_directory(base: str | os.PathLike[str], name: str) -> str:
 
 
 def kept(directory: str | None) -> str | None:
-    """Returns a directory in which something was written; None where nothing was."""
+    """Return the directory if something was written there; else None."""
     return directory if directory is not None and os.path.isdir(directory) else None
 
 
@@ -80,7 +80,7 @@ def _prefix(name: str) -> str:
 
 
 def directory_of(directory: str, attempt: int, rank: int) -> str:
-    """Says where one rank's files are."""
+    """Return the directory of one rank's files."""
     return os.path.join(directory, *_parts(attempt, rank))
 
 

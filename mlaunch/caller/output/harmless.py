@@ -1,4 +1,4 @@
-"""The guard around all that shows: an error there costs what is shown, and no call its values."""
+"""A guard for code that shows output or status: an error there must not cost a call its values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _told: set[str] = set()
 
 
 class harmless:
-    """Ends a block that raises, and reports what it raised, once for each place; not what a signal handler raised.
+    """A block whose errors are reported, once for each place, and not raised; except those of signal handlers.
 
     Not a contextlib context manager; see ``interrupts``.
     """
@@ -36,7 +36,7 @@ class harmless:
 
 
 def _place(trace: TracebackType | None) -> str:
-    """Returns the innermost line of this package, as "display.py:12"."""
+    """Return the innermost line of this package, "display.py:12"."""
     place = ""
     while trace is not None:
         if is_ours(trace.tb_frame.f_code.co_filename) or not place:

@@ -1,4 +1,4 @@
-"""Cuts what a rank prints into lines, finds the progress bars in it, and when each part was written."""
+"""The output of a rank cut into lines, with its progress bars and the times of writing."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from mlaunch.protocol.board import Board
 
 _RANK_TAIL = 64 * 1024  # bytes of a rank
-_TAILS = 1024 * 1024  # bytes of all together: a launcher remembers several reports
+_TAILS = 1024 * 1024  # bytes of all ranks: a launcher keeps several reports
 LINE_LIMIT = 1 << 20  # bytes; a longer line is shown in pieces of this size
 
-# tqdm draws the second of two bars below the first, and returns: lines down, its look, as many lines up.
+# tqdm draws the second of two bars below the first, and returns: lines down, the bar, as many lines up.
 _BELOW = re.compile(rb"(\n+)\r([^\r\n]*?)((?:\x1b\[A)+)")
 _UP = b"\x1b[A"
 _LOOK = re.compile(rb"\x1b\[[0-9;:]*m")  # colours, bold and the like, from here on
@@ -20,7 +20,7 @@ _MOST_LOOKS = 8  # that are on at the same time
 
 
 class LineSplitter:
-    """One stream. Lines come without their end; a line that was redrawn (``\\r``) comes as it last looked."""
+    """The lines of one stream, without their ends. Of a line that was redrawn (``\\r``), the last version comes."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
@@ -29,7 +29,7 @@ class LineSplitter:
         self.holding = 0  # lines that have ended, unless what comes next returns to them
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Returns the lines that this completes."""
+        """Return the lines that this completes."""
         self._rest += data
         if _UP in self._rest:
             self._rest = bytearray(_BELOW.sub(self._keep_below, bytes(self._rest)))
@@ -42,12 +42,12 @@ class LineSplitter:
         return self._cut(end)
 
     def release(self) -> list[bytes]:
-        """Returns the lines that are held: nothing has come that returns to them."""
+        """Return the lines that are held: nothing has come that redraws them."""
         self.holding = 0
         return self._cut(len(self._rest))
 
     def end(self) -> list[bytes]:
-        """Returns the line that was never completed, too, if there is one."""
+        """Return the held lines, and the line that was never completed."""
         if not self._rest:
             return []
         lines = self.release()
@@ -57,13 +57,13 @@ class LineSplitter:
 
     @property
     def bars(self) -> list[bytes]:
-        """The present looks of lines that are being redrawn."""
+        """The present versions of lines that are being redrawn."""
         first = bytes(self._rest).partition(b"\n")[0]
         looks = [_last_look(first) if b"\r" in first else b"", *(self._below[depth] for depth in sorted(self._below))]
         return [look for look in looks if look]
 
     def _cut(self, end: int) -> list[bytes]:
-        """Returns the lines up to a place, whose last may be incomplete unless something is held."""
+        """Return the lines up to a place. The last may be incomplete, unless something is held."""
         *lines, rest = bytes(self._rest[:end]).split(b"\n")
         found = [piece for line in lines for piece in _pieces(_last_look(line))]
         *whole, rest = _pieces(rest)
@@ -71,7 +71,7 @@ class LineSplitter:
         return [self._end_look(line) for line in found + whole]
 
     def _end_look(self, line: bytes) -> bytes:
-        """Switch off at the line's end what it leaves on, and on again in the next one: another's may come between."""
+        """Switch colours off at the line's end, and on again in the next: another rank's line may come in between."""
         if not self._look and b"\x1b[" not in line:
             return line
         line = self._look + line
@@ -81,9 +81,9 @@ class LineSplitter:
         return line + _PLAIN if self._look else line
 
     def _held_from(self) -> int:
-        """Returns where the line begins that may be returned to; the end of all if there is none.
+        """Return the beginning of the line that may be redrawn; the end of all if there is none.
 
-        It is empty or a bar, and below it is nothing yet, or something that was drawn once.
+        It is empty or a bar, with nothing below it yet, or something that was drawn once.
         """
         rest = self._rest
         last = rest.rfind(b"\n")
@@ -103,7 +103,7 @@ class LineSplitter:
         return b""
 
     def _forget_earlier_looks(self) -> None:
-        """Forgets how a line looked that is redrawn for hours."""
+        """Forget earlier versions of a line that may be redrawn for hours."""
         whole = self._rest.rstrip(b"\r")
         start = whole.rfind(b"\r")
         if start > 0:
@@ -115,7 +115,7 @@ def _pieces(line: bytes) -> list[bytes]:
 
 
 def _last_look(line: bytes) -> bytes:
-    """Says what a terminal would show of it: what follows the last return to its start, unless that is nothing.
+    """Return what a terminal would show of a line: the part after the last return; "" if that is blank.
 
     A bar that goes away is overwritten with blanks.
     """
@@ -138,7 +138,7 @@ class Tails:
             del tail[: -self._limit - 1]
 
     def of_ranks(self) -> dict[int, bytes]:
-        """Returns those of the ranks that printed, each beginning with a whole line if it can."""
+        """Return the tails of the ranks that have printed, each beginning with a whole line if possible."""
         return {rank: self._whole(tail) for rank, tail in self._tails.items()}
 
     def _whole(self, tail: bytearray) -> bytes:
@@ -149,10 +149,9 @@ class Tails:
 
 
 class WriteTimes:
-    """One stream of one rank, as the rank notes its own writes on the board.
+    """The times of writing to one stream of one rank, as the rank notes them on the board.
 
-    C code and other processes write there, too, and note nothing; what they write is taken for a part of what the rank
-    wrote last before.
+    C code and other processes write there, too, and note nothing; their output counts as part of the rank's last write.
     """
 
     def __init__(self, board: Board | None, local_rank: int, stream: int) -> None:
@@ -161,21 +160,21 @@ class WriteTimes:
         self._read = 0  # bytes, of those that were noted
 
     def skip(self, size: int) -> None:
-        """Passes over as many bytes, of which nobody asks when they were written."""
+        """Skip bytes whose time of writing is not needed."""
         self._read += size
 
     def cut(self, data: bytes, now: float) -> list[tuple[float, bytes]]:
-        """Cuts what was just read where writes begin; returns (when, bytes). ``now``: when nothing is known."""
+        """Cut what was just read where writes begin; return (time, bytes). ``now``: the time if none is known."""
         starts = self._starts(len(data)) or [(0, now)]
         ends = [start for start, _ in starts[1:]] + [len(data)]
         return [(at, data[start:end]) for (start, at), end in zip([(0, starts[0][1]), *starts[1:]], ends, strict=True)]
 
     def _starts(self, size: int) -> list[tuple[int, float]]:
-        """Returns where writes began in the bytes that were just read, and when; the first may have begun before."""
+        """Return (position, time) of the writes in the bytes that were just read; the first may have begun before."""
         begin, self._read = self._read, self._read + size
         found: list[tuple[int, float]] = []
         for start, end, at in self._board.stamps(*self._place) if self._board is not None else ():
-            if not found and self._read > end:  # others have written as much
+            if not found and self._read > end:  # unnoted writes of the same length
                 self._read = end
             if start < self._read:
                 found.append((max(start - begin, 0), at))

@@ -1,4 +1,4 @@
-"""What changes in place while a launch runs: nothing, where nobody watches or ``mlaunch/display`` is not there."""
+"""Lines that change in place while a launch runs: none without a terminal, a notebook or ``mlaunch/display``."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from mlaunch.caller.output.harmless import harmless
 from mlaunch.caller.report import notebook
 from mlaunch.core import load
 
-SILENCE = 2.0  # seconds of a wait that the log does not tell of
+SILENCE = 2.0  # seconds of a wait that the log does not mention
 
 
 class LiveLines:
-    """The lines of one launch that change: none. What methods return is to be written to stderr under ``lock``."""
+    """The changing lines of one launch: none. Write what the methods return to stderr, under ``lock``."""
 
-    # Of all launches: two that draw at once would each move the other's cursor.
+    # Of all launches: two that draw at once would move each other's cursor.
     lock = renewed(threading.RLock())
-    holder: Any = None  # what is drawn now, of whichever launch
-    due: float | None = None  # when they are to be drawn again
+    holder: Any = None  # the lines that are drawn now, of any launch
+    due: float | None = None  # the time to draw them again
 
     def draw(self, lines: list[str], now: float) -> str:  # noqa: ARG002
         """Show these lines in place of the last ones."""
@@ -34,7 +34,7 @@ class LiveLines:
         """Draw later."""
 
     def make_room(self) -> str:
-        """Make room for what is about to be printed, whichever launch draws."""
+        """Make room for output, whichever launch draws lines now."""
         with harmless():
             return str(LiveLines.holder.hide()) if LiveLines.holder is not None else ""
         LiveLines.holder = None
@@ -42,7 +42,7 @@ class LiveLines:
         return ""
 
     def close(self, lines: list[str]) -> str:  # noqa: ARG002
-        """Leave of these what should stay."""
+        """Draw the final state of these lines."""
         return ""
 
     def give_up(self) -> None:
@@ -50,17 +50,17 @@ class LiveLines:
 
 
 class LivePlace:
-    """Where lines can change, as a feature draws them."""
+    """A place for changing lines, which a feature draws."""
 
     def lines(self, start: float) -> LiveLines:
-        """Begin the lines of a launch that began then, on the caller's clock."""
+        """Begin the lines of a launch. ``start``: when it began, on the caller's clock."""
         raise NotImplementedError
 
 
 def live_place(*, blocks: bool = True) -> LivePlace | None:
-    """Return the place for changing lines that this process has; None if it has none.
+    """Return this process's place for changing lines; None if it has none.
 
-    ``blocks``: the call waits for its ranks. Lines of one that does not would be drawn over the prompt of a terminal.
+    ``blocks``: the call waits for its ranks. Otherwise its lines would be drawn over the prompt of a terminal.
     """
     has_terminal = False
     with contextlib.suppress(AttributeError, ValueError):  # None, closed
@@ -73,9 +73,9 @@ def live_place(*, blocks: bool = True) -> LivePlace | None:
 
 
 class StartingLine:
-    """Shows a line before there is a launch that could tell of itself: while torch is imported, devices are waited for.
+    """A line before there is a launch to show: while torch is imported, or devices are waited for.
 
-    It is shown if it is asked to, until the block ends. ``place``: where lines change; None: nowhere.
+    Once shown, it stays until the block ends. ``place``: the place for changing lines; None: there is none.
 
     Not a contextlib context manager; see ``interrupts``.
     """
@@ -84,15 +84,15 @@ class StartingLine:
         self._name = name
         self._lines = None if place is None else place.lines(time.monotonic())
         self._shown = self._logged = False
-        # Until there is a word of a wait. The end of the call before is a short one, and no news in a log.
+        # Before a wait is mentioned: waiting for the end of the previous call is short, and no news for a log.
         self.silence = SILENCE if place is None else 0.0
 
     def show(self) -> None:
-        """Show that the call has begun, and what it waits for."""
+        """Show that the call has begun, and waits for the import of torch."""
         self.tell(f"{self._name}  starting: importing torch")
 
     def tell_wait(self, text: str) -> None:
-        """Show for what the call waits; once, in the log, where no lines change: it may be for hours."""
+        """Show what the call waits for, maybe for hours; without changing lines, once in the log."""
         if self._lines is not None:
             self.tell(text)
         elif not self._logged:

@@ -1,7 +1,7 @@
-"""Shows equal lines of several ranks once.
+"""Equal lines of several ranks, merged into one.
 
-A line waits a moment for the other ranks to say the same. The order of each rank's lines, over both its streams, is
-kept; a line of one rank may move behind later ones of others who say the same.
+A line waits a moment for the other ranks to print the same. The order of each rank's lines, over both its streams, is
+kept; a line of one rank may move behind later lines of other ranks, to be merged with theirs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _MOST = 1000  # lines that wait
 
 @dataclass
 class Line:
-    """``stream``: 1 or 2. ``at``: when it came."""
+    """A line that waits. ``stream``: 1 or 2. ``at``: the time at which it came."""
 
     stream: int
     text: bytes
@@ -24,17 +24,17 @@ class Line:
 
 
 class Merger:
-    """The lines of ``size`` ranks."""
+    """The waiting lines of ``size`` ranks."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._waiting: list[Line] = []
-        self._alike: dict[tuple[int, bytes], list[Line]] = {}  # the same, by what they say
+        self._alike: dict[tuple[int, bytes], list[Line]] = {}  # the same lines, by stream and text
         self._latest: dict[int, int] = {}  # of each rank, the number of its latest line
         self._count = 0
 
     def add(self, rank: int, stream: int, text: bytes, now: float) -> None:
-        after = self._latest.get(rank, -1)  # so a rank's own lines are never one
+        after = self._latest.get(rank, -1)  # so two lines of a rank are never merged
         alike = self._alike.setdefault((stream, text), [])
         line = next((line for line in alike if line.number > after or self._may_move(line, rank)), None)
         if line is None:
@@ -48,7 +48,7 @@ class Merger:
         self._latest |= dict.fromkeys(line.ranks, line.number)
 
     def _may_move(self, line: Line, rank: int) -> bool:
-        """True if it can be shown after the latest of another rank: nothing of its own ranks follows it."""
+        """True if it can be shown after the latest line of another rank: no line of its own ranks follows it."""
         return rank not in line.ranks and all(self._latest[other] == line.number for other in line.ranks)
 
     def _append(self, line: Line) -> None:
@@ -57,7 +57,7 @@ class Merger:
         self._count += 1
 
     def take(self, now: float, *, everything: bool = False) -> list[Line]:
-        """Returns the lines that need wait no longer, in their order."""
+        """Return the lines that have waited long enough, in their order."""
         taken = 0
         for line in self._waiting:
             late = now - line.at >= WINDOW or len(self._waiting) - taken > _MOST
@@ -74,5 +74,5 @@ class Merger:
 
     @property
     def due(self) -> float | None:
-        """When the next line need wait no longer; None if none waits."""
+        """The time at which the next line has waited long enough; None if none waits."""
         return self._waiting[0].at + WINDOW if self._waiting else None

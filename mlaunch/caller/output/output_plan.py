@@ -1,4 +1,4 @@
-"""What becomes of the output of a call's ranks, as the options ``output``, ``log_dir`` and ``progress`` say."""
+"""The plan for the output of a call's ranks, from the options ``output``, ``log_dir`` and ``progress``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STREAMS = (1, 2)
 
 @frozen_record
 class Policy:
-    """What becomes of one stream of one rank."""
+    """The treatment of one stream of one rank."""
 
     shown: bool = True
     kept: bool = False  # in a file
@@ -32,42 +32,41 @@ class Policy:
 
 @frozen_record
 class OutputPlan:
-    """What becomes of the output of a call on this machine.
+    """The plan for the output of a call on this machine.
 
-    ``policies``: by (local rank, stream); a stream that has none is the rank's own, not ours to carry. ``prefix``: of
-    the ranks that printed a line. ``merge``: equal lines are shown once. ``name``: of the launch, where others may run
-    at the same time; ``trial``: what tells it apart in its sweep, instead of a number. ``remember``: the end of what
-    each rank prints is kept for the report.
+    ``policies``: by (local rank, stream); streams without one do not pass through this process. ``prefix``: of the
+    ranks that printed a line. ``merge``: show equal lines once. ``name``: the launch's, while others run; ``trial``:
+    its name in its sweep, in place of a number. ``remember``: keep the end of each rank's output for the report.
     """
 
     policies: dict[tuple[int, int], Policy]
     prefix: Callable[[Sequence[int]], str]
     directory: str | None = None
-    by_local_rank: bool = False  # the directories of its files are named by
+    by_local_rank: bool = False  # True: directories of files are named after local ranks
     merge: bool = True
-    area: LivePlace | None = None  # for lines that change
+    area: LivePlace | None = None  # for changing lines
     name: str = ""
     trial: str = ""
     remember: bool = False
-    sink: Callable[[int, bytes], None] | None = None  # takes what is shown of a stream, in place of this process's
-    rich: Any = None  # of mlaunch/display: carries what a rank displays, by a stream of its own; None: nothing does
+    sink: Callable[[int, bytes], None] | None = None  # takes what is shown, in place of this process's streams
+    rich: Any = None  # of mlaunch/display: shows displays of ranks, which have a stream of their own; None: not shown
 
     @property
     def plain(self) -> bool:
-        """Whether it asks for neither files, nor lines that change, nor another place."""
+        """True if it asks for neither files, nor lines that change, nor another place."""
         return self.directory is None and self.area is None and self.sink is None
 
     def like(self, other: OutputPlan) -> bool:
-        """Tells whether both are plain, and ask for the same but for names."""
+        """True if both are plain, and alike except for names."""
         ours = (self.policies, self.merge, self.remember)
         return self.plain and other.plain and ours == (other.policies, other.merge, other.remember)
 
     def carried(self, local_rank: int) -> tuple[int, ...]:
-        """Returns the streams of a rank that are ours to carry."""
+        """Return the streams of a rank that pass through this process."""
         return tuple(sorted(stream for rank, stream in self.policies if rank == local_rank))
 
     def piped(self, size: int) -> tuple[tuple[int, ...], ...]:
-        """Returns the same for all ranks; () where nothing is carried."""
+        """Return the same for all ranks; () if there are none."""
         return tuple(self.carried(local_rank) for local_rank in range(size)) if self.policies else ()
 
 
@@ -85,19 +84,20 @@ class LaunchNumber:
             self._running.add(self)
 
     def label(self, name: str = "") -> str:
-        """Returns a launch's name with its number while another launch is running; "" while this is the only one."""
+        """Return a launch's name with its number while another launch is running; "" while this is the only one."""
         return f"{name}#{self.number} " if len(self._running) > 1 else ""
 
     def give_back(self) -> None:
-        """Gives the number back; may be called again."""
+        """Give the number back; may be called again."""
         with self._lock:
             self._running.discard(self)
 
 
 def with_directory(options: Options, name: str) -> Options:
-    """Returns the options with a directory of this call's own in ``log_dir``, which its first file makes.
+    """Return the options with a directory of this call's own in ``log_dir``, which its first file makes.
 
-    OSError where there can be none.
+    Raises:
+        OSError: It cannot be made.
     """
     if options.log_dir is None:
         return options
@@ -108,14 +108,14 @@ def with_directory(options: Options, name: str) -> Options:
 
 
 def place_of(options: Options, *, blocks: bool = True) -> LivePlace | None:
-    """Returns where lines change, if the options want any that do. ``blocks``: as of ``live_place``."""
+    """Return the place for changing lines, if the options want any. ``blocks``: as in ``live_place``."""
     return live_place(blocks=blocks) if options.progress else None
 
 
 def output_plan(options: Options, spec: LaunchSpec, place: LivePlace | None = None, trial: str = "") -> OutputPlan:
-    """Makes the plan; ``log_dir`` of the options is this call's own directory.
+    """Make the plan; ``log_dir`` of the options is this call's own directory.
 
-    ``place``: for lines that change, if there is one already. ``trial``: which one of a sweep it is.
+    ``place``: for changing lines, if there is one already. ``trial``: the call's name in its sweep.
     """
     output, policies = options.output, {}
     directory = None if options.log_dir is None else os.fspath(options.log_dir)

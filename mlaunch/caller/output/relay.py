@@ -1,7 +1,7 @@
-"""Carries what ranks print from their pipes to the output of their call, while the caller waits for them.
+"""Carries output of ranks from their pipes to the output of their call, while the caller waits for them.
 
-A rank that prints faster than it is read waits in its pipe, as it would on a slow terminal; nothing but a line per
-stream is held in memory. What a rank has printed is read to its end after its death.
+A rank that prints faster than its pipe is read waits, as on a slow terminal; only a line per stream is held in memory.
+After a rank's death, its pipes are read to their ends.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from mlaunch.caller.output.harmless import harmless
 from mlaunch.caller.output.output_plan import OutputPlan
 from mlaunch.protocol.board import Board
 
-Events = list[tuple[int, int]]  # a descriptor, and what of it, as an epoll says it
+Events = list[tuple[int, int]]  # (descriptor, events of epoll)
 _READ = 65536  # bytes: a pipe holds no more
-_LOOKS = 5
+_COUNTS = 5
 
 
 class Relay:
     """The pipes of a launch's ranks. ``size``: ranks of this machine; ``clock`` gives monotonic seconds.
 
-    ``ends_come``: a thread of this process alone holds the other ends, and more may come by them than a pipe holds; so
+    ``ends_come``: only a thread of this process holds the other ends, and more than a pipe holds may come; so
     ``finish`` reads until all have been closed.
     """
 
@@ -51,20 +51,20 @@ class Relay:
         self._status: Callable[[], list[str]] = list
         self._streams: dict[int, RankStream] = {}  # by file descriptor
         self._watched: set[int] = set()
-        self._awaited: int | None = None  # what people read, while they do not read it; ranks wait as long
+        self._awaited: int | None = None  # stdout or stderr while its reader is slow; ranks wait as long
         self._kept = KeptEpoll()
         self._poll = self._kept.poll
         self._pipes: dict[int, KeptFd] = {}  # by file descriptor, as the streams
 
     def intact(self) -> bool:
-        """Tells whether the descriptor that ``fileno`` returns is still its own: others may have closed it."""
+        """True if the number that ``fileno`` returns is still our epoll's: other code may have closed it."""
         watched = list(self._watched)
         if watched and not any(self._kept.watches(fd, select.EPOLLIN) for fd in watched) and self._watched:
-            self._kept.forget()  # a stranger's epoll
+            self._kept.forget()  # other code's epoll
         return self._kept.intact()
 
     def _watches(self, fd: int) -> bool:
-        """Tells whether a watched descriptor is what it was; True as well if that cannot be asked any more."""
+        """True if a watched descriptor is still the same, or if that can no longer be found out."""
         if self._kept.watches(fd, select.EPOLLIN):
             return True
         return not self.intact() or fd not in self._watched  # another thread may have ceased to watch it
@@ -80,23 +80,23 @@ class Relay:
         return True
 
     def fileno(self) -> int:
-        """Returns a descriptor that can be read when ``carry`` has something to do."""
+        """Return a descriptor that can be read when ``carry`` has something to do."""
         return self._poll.fileno()
 
     def watch(self, fd: int) -> Callable[[], bool]:
-        """Lets ``carry`` tell when another descriptor can be read; returns what asks whether that is still the same."""
+        """Watch another descriptor for ``carry``. Return a check that is True while it is still the same file."""
         self._poll.register(fd, select.EPOLLIN)
         self._watched.add(fd)
         return functools.partial(self._watches, fd)
 
     def unwatch(self, fd: int) -> None:
-        """Stops watching a descriptor."""
+        """Stop watching a descriptor."""
         self._watched.discard(fd)
         with contextlib.suppress(OSError):  # it was closed
             self._poll.unregister(fd)
 
     def adopt(self, rank: int, local_rank: int, fds: Sequence[int], board: Board | None = None) -> None:
-        """Takes over the reading ends of a rank's pipes, in the order of ``OutputPlan.carried``."""
+        """Take over the reading ends of a rank's pipes, in the order of ``OutputPlan.carried``."""
         for fd, number in zip(fds, self.output.plan.carried(local_rank), strict=True):
             os.set_blocking(fd, False)  # the caller supervises, too: it waits in its poll alone
             self._pipes[fd] = KeptFd(fd)
@@ -105,14 +105,14 @@ class Relay:
                 self._poll.register(fd, select.EPOLLIN)
 
     def timeout(self) -> float | None:
-        """Returns the seconds until ``carry`` is due though nothing can be read; None: it is not."""
+        """Return the seconds until ``carry`` is due though nothing can be read; None: it is not."""
         due = self.output.due()
         return None if due is None else max(0.0, due - self._clock())
 
     def wait(self, timeout: float | None = None) -> Events:
-        """Waits until something can be read, carrying nothing; returns what. ``timeout`` in seconds, None: none.
+        """Wait until something can be read, and return it unread. ``timeout`` in seconds; None: no limit.
 
-        Returns nothing, too, if other code has closed what this waits for.
+        Return nothing, too, if other code has closed what this waits for.
         """
         try:
             return self._poll.poll(timeout)
@@ -122,11 +122,11 @@ class Relay:
             return []
 
     def carry(self, readable: Events | None = None) -> set[int]:
-        """Carries what has come, without waiting; returns the watched descriptors that can be read.
+        """Carry what has come, without waiting; return the watched descriptors that can be read.
 
-        ``readable``: what ``wait`` has just returned; it is asked for otherwise.
+        ``readable``: what ``wait`` has just returned, if it was called.
         """
-        readable = readable or self._poll.poll(0)  # of those who have closed it, that tells the error
+        readable = readable or self._poll.poll(0)  # raises if other code has closed it
         ready = {fd for fd, _ in readable}
         if self._awaited in ready and self.output.console.drain():
             self._await(None)
@@ -141,13 +141,13 @@ class Relay:
         return ready & self._watched
 
     def show_status(self, status: Callable[[], list[str]]) -> None:
-        """Shows these lines above the bars, of each call's output."""
+        """Show these lines above the bars, of each call's output."""
         self._status = self.output.status = status
 
     def finish(self, until: float = math.inf, *, stays: bool = False) -> None:
-        """Carries what ranks left that are all gone; after ``until`` no longer for people who do not read.
+        """Carry the last output of ranks that are gone; after ``until``, no longer wait for a reader.
 
-        ``stays``: they do, and what they have printed until now is carried.
+        ``stays``: the ranks stay: carry what they have printed until now.
         """
         if not self.output.untouched:
             self._wait_for_reader(until)
@@ -160,7 +160,7 @@ class Relay:
             while self._read_round(set(self._streams)) or self._more_comes():
                 self.output.show_lines()
                 self._wait_for_reader(until)
-            for fd in list(self._streams):  # somebody who outlived the launch holds the other end
+            for fd in list(self._streams):  # a process that outlived the launch holds the other end
                 self._close(fd)
         if not self.output.untouched:
             self.output.finish()
@@ -172,11 +172,11 @@ class Relay:
             self.output.console.wait(until)
 
     def _more_comes(self) -> bool:
-        """Waits for more, or an end, where all ends come; False if there is nothing to wait for."""
+        """Wait for more output, or an end, if all ends come; False if there is nothing to wait for."""
         return self._ends_come and bool(self._streams) and bool(interrupts.wait_readable(list(self._streams), None))
 
     def turn_to(self, plan: OutputPlan, size: int, board: Board | None) -> None:
-        """Begins another call's output."""
+        """Begin another call's output."""
         self._await(None)
         if self.output.serve(plan):
             return
@@ -185,24 +185,24 @@ class Relay:
         self.output.status = self._status
         for fd, was in self._streams.items():
             stream = self._streams[fd] = self.output.open_stream(was.rank, was.local_rank, was.number, board)
-            stream.times, stream.displays = was.times, was.displays  # the rank goes on, too
+            stream.times, stream.displays = was.times, was.displays  # it is the same rank
 
     def close(self) -> None:
-        """Drops what ``finish`` did not come to (after an error)."""
+        """Drop what ``finish`` has not carried (after an error)."""
         self.output.close()
         for fd in list(self._streams):
             self._close(fd)
         self._kept.close()
 
     def _is_read(self, stream: RankStream) -> bool:
-        """Tells whether its pipe is read now: a rank whose lines people do not read must wait."""
+        """True if its pipe is read now: while the reader of its lines is slow, the rank waits."""
         return self._awaited is None or not stream.policy.shown
 
     def _readable(self) -> list[int]:
         return [fd for fd, stream in self._streams.items() if self._is_read(stream)]
 
     def _await(self, fd: int | None) -> None:
-        """Lets the poll tell when a descriptor takes more, not of the ranks that wait for that; None: of all ranks."""
+        """Poll a descriptor until it takes more, and not the ranks that wait for it; None: poll all ranks."""
         if fd == self._awaited:
             return
         before = set(self._readable())
@@ -220,10 +220,10 @@ class Relay:
                 self._poll.register(pipe, select.EPOLLIN)
 
     def _read_round(self, ready: set[int]) -> bool:
-        """Reads what had come at one moment from all pipes, if one is ready; False if nothing had.
+        """Read what all pipes had at one moment, if one is ready; False if nothing had come.
 
-        Of what came later there may be a line in a pipe that is read late, whose predecessor is in one that was read
-        before: ranks print, meet and print.
+        Ranks print, meet and print: a later line in a pipe that is read last may follow one that comes into a pipe that
+        was read before.
         """
         if ready:
             self._drop_foreign()
@@ -234,17 +234,17 @@ class Relay:
         return any(found)
 
     def _drop_foreign(self) -> None:
-        """Ends streams whose pipes others have closed: they would read from a file of theirs."""
+        """End streams whose pipes other code has closed: they would read from its files."""
         for fd in [fd for fd, pipe in self._pipes.items() if not pipe.intact()]:
             self._close(fd)
 
     def _sizes(self) -> dict[int, int]:
-        """Returns how many bytes waited in each pipe at one moment.
+        """Return how many bytes waited in each pipe at one moment.
 
-        It is between two looks that found the same. Ranks that print all the time get no more than a few looks.
+        It is a moment between two equal counts. For ranks that print all the time, it gives up after a few.
         """
         before: dict[int, int] = {}
-        for _ in range(_LOOKS):
+        for _ in range(_COUNTS):
             sizes = {fd: _size(fd) for fd in self._readable()}
             if sizes == before:
                 break
@@ -252,7 +252,7 @@ class Relay:
         return sizes
 
     def _read(self, fd: int, most: int) -> bool:
-        """Reads from one pipe; False if nothing has come."""
+        """Read from one pipe; False if nothing has come."""
         try:
             data = os.read(fd, most)
         except BlockingIOError:
@@ -272,7 +272,7 @@ class Relay:
 
 
 def _size(fd: int) -> int:
-    """Returns how many bytes wait in a pipe."""
+    """Return how many bytes wait in a pipe."""
     size = array.array("i", [0])
     fcntl.ioctl(fd, termios.FIONREAD, size)
     return size[0]

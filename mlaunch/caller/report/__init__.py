@@ -1,1 +1,1 @@
-"""The report of a launch, as its caller reads it: a table, a timeline, a trace."""
+"""Reports for the caller: the words of a failure, and the report of a launch."""

@@ -1,4 +1,4 @@
-"""The words in which a failed launch says why, and what its ranks were doing."""
+"""The text of a failed launch: why it failed, and what its ranks were doing."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class FailureText:
 
 
 def _consequences(others: Sequence[RankFailure]) -> list[str]:
-    """Returns a line for each failure, one for those of ranks that are alike, in the order of the first of each."""
+    """Return a line for each failure; equal failures of several ranks share one."""
     alike: dict[tuple[str, str], list[RankFailure]] = {}
     for other in others:
         is_rank = other.rank is not None and not other.subject
@@ -69,14 +69,14 @@ def _of_ranks(ranks: Sequence[int], what: str) -> str:
 
 
 def meanwhile(lines: Sequence[str]) -> list[str]:
-    """Returns the section of a report on what ranks were doing; none without lines."""
+    """Return the section of a report about what ranks were doing; none without lines."""
     return ["", "meanwhile:", *(f"  {line}" for line in lines)] if lines else []
 
 
 def in_order(failures: Sequence[RankFailure]) -> list[RankFailure]:
-    """Returns the failures with the cause first: the earliest that does not look like a consequence of another.
+    """Return the failures with the cause first: the earliest that does not look like a consequence.
 
-    Where all do, a process that serves ranks is nearer to the cause than a rank that has lost it.
+    If all do, a process that serves ranks is nearer to the cause than a rank that has lost it.
     """
     return sorted(
         failures,
@@ -93,7 +93,7 @@ def _shortened(text: str) -> str:
 
 
 def summarise(dumps: Iterable[RankStacks]) -> list[str]:
-    """Returns a line for each group of ranks at the same place: "ranks 0-2, 4 were in barrier at train.py:8"."""
+    """Return a line for each group of ranks at the same place: "ranks 0-2, 4 were in barrier at train.py:8"."""
     groups: dict[str, list[int]] = {}
     for dump in dumps:
         groups.setdefault(doing_of(dump), []).append(dump.rank)
@@ -102,11 +102,12 @@ def summarise(dumps: Iterable[RankStacks]) -> list[str]:
 
 
 def doing_of(dump: RankStacks) -> str:
-    """Say where a rank was: "in all_reduce at train.py:23", "joining the process group"."""
+    """Return where a rank was: "in all_reduce at train.py:23", "joining the process group"."""
     frames = main_frames(dump.text)
     if dump.phase not in _IN_USER_CODE:
         return in_phase(dump.phase.value, frames)
-    begins = is_ranks_own(frames[-1][0]) if frames else is_whole(dump.text)  # or ends, or raises through our frames
+    # Or it ends, or raises through our frames.
+    begins = is_ranks_own(frames[-1][0]) if frames else is_whole(dump.text)
     if begins and users_place(frames) is None:
         return f"{dump.phase.value}, at its very beginning or end"
     if not frames:
@@ -117,21 +118,21 @@ def doing_of(dump: RankStacks) -> str:
 
 
 def in_phase(phase: str, frames: Sequence[tuple[str, str, str]]) -> str:
-    """Says where a rank is that does not run the function: "shutting down, in close at train.py:7"."""
+    """Return where a rank is outside of the function: "shutting down, in close at train.py:7"."""
     if users_place(frames) is not None:  # in a __setstate__, an exit handler
         return f"{phase}, {in_words(frames)}"
     if not frames or not phase.startswith(Phase.LEAVING.value):
         return phase
-    file, line, name = frames[-1]  # what is called as a rank ends
+    file, line, name = frames[-1]  # the function that is called as the rank ends
     if module_of(file) == "threading":
         return f"{phase}, waiting for threads of its own that are no daemons"
     return f"{phase}, in {name} at {notebook.short_name(file)}:{line}"
 
 
 def in_words(frames: Sequence[tuple[str, str, str]]) -> str:
-    """Says where a stack, innermost frame first, is in user code: "in all_reduce at train.py:88", "at In[3]:8".
+    """Return where a stack, innermost frame first, is in user code: "in all_reduce at train.py:88", "at In[3]:8".
 
-    Else where it is in a library; "" if all frames are this package's.
+    Without user code, where it is in a library; "" if all frames are this package's.
     """
     found = users_place(frames)
     place = _outermost_of_others(frames) if found is None else found
@@ -153,25 +154,25 @@ def in_words(frames: Sequence[tuple[str, str, str]]) -> str:
 
 
 def _outermost_of_others(frames: Sequence[tuple[str, str, str]]) -> int | None:
-    """Return which frame, innermost first, is the outermost that is not ours; None if a rank's own calls are below."""
+    """Return the index of the outermost frame that is not ours; None if a rank's own calls are below it."""
     if not frames or is_ranks_own(frames[-1][0]):
         return None
     return next((i for i in range(len(frames) - 1, -1, -1) if not is_ours(frames[i][0])), None)
 
 
 def users_place(frames: Sequence[tuple[str, ...]]) -> int | None:
-    """Returns which frame, innermost first, is the innermost of the user's; None if none is."""
+    """Return the index of the innermost frame of the user's (innermost frame first); None if there is none."""
     return innermost_users([file for file, *_ in frames])
 
 
 def without_import(frames: Sequence[tuple[str, str, str]]) -> Sequence[tuple[str, str, str]]:
-    """Return a stack, innermost frame first, less what a library that the user's line imports does meanwhile."""
+    """Return a stack, innermost frame first, without the frames of an import inside a library."""
     place = users_place(frames)
     return frames[place:] if place is not None and _imported_within(frames[:place]) else frames
 
 
 def operation_of(frames: Sequence[tuple[str, str, str]]) -> str:
-    """Names the collective that a stack, innermost frame first, is in; "" if it is in none, or none has a name."""
+    """Return the collective that a stack, innermost frame first, is in; "" if it is in none, or it has no name."""
     inner = frames[: users_place(frames)]
     if _imported_within(inner) or not any(_COLLECTIVES in file for file, _, _ in inner):
         return ""
@@ -179,24 +180,24 @@ def operation_of(frames: Sequence[tuple[str, str, str]]) -> str:
 
 
 def _imported_within(frames: Sequence[tuple[str, str, str]]) -> str:
-    """Names the module that a library imports meanwhile; "" if it does not."""
+    """Return the module that a library imports meanwhile; "" if it imports none."""
     outermost = max((i for i, (file, _, _) in enumerate(frames) if is_import(file)), default=-1)
     return _imported(frames[:outermost]) or "a module" if outermost >= 0 else ""
 
 
 def _imported(frames: Sequence[tuple[str, str, str]]) -> str:
-    """Names the module whose code runs first of these frames; "" if none does yet."""
+    """Return the outermost module whose code runs in these frames; "" if none does yet."""
     return next((module_of(file) for file, _, name in reversed(frames) if name == _MODULE), "")
 
 
 def _named_in(file: str, line: str) -> str:
-    """Names the module that a line of source imports; "" if that cannot be read."""
+    """Return the module that a line of source imports; "" if that cannot be read."""
     words = linecache.getline(file, int(line)).split() if line.isdigit() else []
     return words[1].rstrip(",") if words[:1] in (["import"], ["from"]) and len(words) > 1 else ""
 
 
 def _called(frames: Sequence[tuple[str, str, str]]) -> str:
-    """Says what user code had called, of the frames below it; "" if it was in no library."""
+    """Return the function that user code had called, given the frames below it; "" if there are none."""
     within = ""  # the file of the wrapper
     for file, _, name in reversed(frames):
         if name in _WRAPPERS:

@@ -1,4 +1,4 @@
-"""What a launch's records and board say of its course, kept for its report."""
+"""The history of a launch, from its records and its board, kept for its report."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from mlaunch.base.exceptions import describe_exit
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.output import files
-from mlaunch.caller.report.launch_report import LaunchReport
-from mlaunch.caller.report.records import RankReport, Span
+from mlaunch.caller.report.launch_report import LaunchReport, RankReport, Span
 from mlaunch.protocol.board import Board, ReportRing, in_order, read_times
 from mlaunch.protocol.messages import AgentSays, Phase, RankGone, RanksStarting, RankStarted
 from mlaunch.protocol.server_messages import BoardFds
 from mlaunch.protocol.spec import LaunchSpec
 
-# What begins with each phase of a rank, in the words of a report.
+# The names of a rank's phases in a report.
 _NAMES = {
     Phase.BINDING: "rendezvous",
     Phase.RECEIVING: "receive",
@@ -41,7 +40,7 @@ _WARM = 0.05  # seconds: a fork server that was warm has imported nothing
 
 
 class _Once:
-    """Makes a report when it is first asked for. functools.cache would cost a short call too much."""
+    """A report that is made at its first use. functools.cache would cost a short call too much."""
 
     def __init__(self, make: Callable[[], LaunchReport]) -> None:
         self._make: Callable[[], LaunchReport] | None = make
@@ -56,7 +55,7 @@ class _Once:
 
 @dataclass
 class History:
-    """``begun``: when the call began; ``ready``: when the fork server had imported torch. Monotonic seconds."""
+    """The history of a launch. ``begun``: the call began; ``ready``: torch was imported; in monotonic seconds."""
 
     begun: float = field(default_factory=time.monotonic)
     ready: float = 0.0
@@ -66,7 +65,7 @@ class History:
     hosts: dict[int, str] = field(default_factory=dict)  # of ranks that an engine has placed elsewhere
 
     def take(self, record: AgentSays, fds: Sequence[int]) -> None:
-        """Takes in what a record of the agent says of the launch's course."""
+        """Note what a record of the agent says about the launch."""
         if isinstance(record, RanksStarting):
             self.board = Board(BoardFds.of(fds).board)
         elif isinstance(record, RankStarted):
@@ -75,7 +74,7 @@ class History:
             self.gone[record.rank] = record
 
     def reached(self, size: int) -> float | None:
-        """Return the furthest step that one of so many ranks has reported last; None: none has."""
+        """Return the largest of the steps that the ranks have reported last; None: none has reported any."""
         found = [] if self.board is None else [self._latest(self.board.ring(local_rank)) for local_rank in range(size)]
         return max((step for step in found if step is not None), default=None)
 
@@ -89,9 +88,9 @@ class History:
             self.board.close()
 
     def report(self, outcome: Outcome, printed: Mapping[int, bytes] | None) -> Callable[[], LaunchReport]:
-        """Notes what has happened so far; what it returns makes the report of it, once somebody asks for it.
+        """Note what has happened so far; return a function that makes the report of it.
 
-        ``printed``: the end of each rank's output; None: it is not known.
+        ``printed``: the end of each rank's output; None: unknown.
         """
         board, start, now = self.board, outcome.spec.rank_start, time.monotonic()
         rows = [
@@ -114,14 +113,14 @@ class History:
     def report_of_values(
         self, spec: LaunchSpec, sizes: Sequence[int], begun: float, printed: Mapping[int, bytes] | None
     ) -> Callable[[], LaunchReport]:
-        """Does the same for a call on ranks that stay, all of which have returned; fast, since most are not read.
+        """Do the same for a call on ranks that stay, all of which have returned; fast, since most reports are not read.
 
-        ``sizes``: of their values, in bytes. ``begun``: when it began, in monotonic seconds.
+        ``sizes``: of their values, in bytes. ``begun``: the beginning of the call, in monotonic seconds.
         """
         board, now = self.board, time.monotonic()
         times = board.all_times() if board is not None else []
         places = [""] * len(times)
-        if board is not None and spec.sections:  # of features, which alone place ranks
+        if board is not None and spec.sections:  # only features place ranks
             places = [board.place(rank) for rank in range(len(times))]
 
         def make() -> LaunchReport:
@@ -182,7 +181,7 @@ class History:
 
 @frozen_record
 class _Row:
-    """What is known of one rank. ``returned``: bytes of its value. ``times``: when it came to its phases."""
+    """The facts of one rank. ``returned``: bytes of its value. ``times``: the beginnings of its phases."""
 
     started: RankStarted
     gone: RankGone | None
@@ -193,7 +192,7 @@ class _Row:
 
 
 def _end(outcome: Outcome, rank: int, gone: RankGone | None) -> str:
-    """Says how a rank has ended, or its call if it stays."""
+    """Return how a rank has ended, or its call if it stays."""
     told = next((failure.what for failure in outcome.failures if failure.rank == rank), None)
     if told is not None:
         return told.partition("\n")[0]

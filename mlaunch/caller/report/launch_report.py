@@ -1,33 +1,118 @@
-"""The report of a launch, as its caller prints it: what each of this machine's ranks did, when, and at what cost."""
+"""The report of a launch: the phases, the memory and the end of each of this machine's ranks."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Any
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import field
+from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.frozen_record import frozen_record
-from mlaunch.base.text import name_ranks
-from mlaunch.caller.report.records import LaunchRecord
+from mlaunch.base.text import in_bytes, in_seconds, name_ranks
 from mlaunch.core import load
+
+if TYPE_CHECKING:
+    from mlaunch.slow.wire import SlowRanks
+
+PHASES = ("import", "start", "rendezvous", "receive", "run", "send", "wait", "stop")
 
 
 @frozen_record
-class LaunchReport(LaunchRecord):
-    """What ``train.last`` is after a call: printed, a table; in a notebook, a table and a timeline.
+class Span:
+    """A phase of a rank, from ``start`` to ``end`` in seconds since the call began.
+
+    "import": the fork server imports torch, once for all ranks and calls; "start": from there to the rank's own first
+    step; "rendezvous": it binds its device and joins the group; "receive": it reads function and arguments; "run";
+    "send": it pickles its value, or its exception; "wait": for the others to return; "stop": it shuts down, until
+    it was reaped.
+    """
+
+    phase: str
+    start: float
+    end: float
+
+
+@frozen_record
+class RankReport:
+    """One rank of this machine.
+
+    Attributes:
+        rank: Global rank.
+        pid: The process.
+        device: "cpu", "cuda:1".
+        spans: Its phases, in order, without those that it did not reach.
+        peak_memory: The most physical memory that it held, in bytes; 0 while it lives.
+        returned: The size of its pickled value in bytes; None without one.
+        end: "returned", or as in ``RankFailure.what``.
+        host: The machine, if an engine has placed it; "" on this machine.
+        place: The CPUs that it was bound to: "node 1, CPUs 24-47"; "" if it was not.
+    """
+
+    rank: int
+    pid: int
+    device: str
+    spans: tuple[Span, ...]
+    peak_memory: int
+    returned: int | None
+    end: str
+    host: str = ""
+    place: str = ""
+
+    def seconds(self, phase: str) -> float | None:
+        """Return how long a phase took; None if the rank did not reach it."""
+        found = [span.end - span.start for span in self.spans if span.phase == phase]
+        return sum(found) if found else None
+
+
+@frozen_record
+class Stopped:
+    """The ranks were asked to stop, and have agreed where.
+
+    Attributes:
+        reason: What ``mlaunch.stopping()`` returned: "TERM", "asked".
+        asked: The time of the request, in seconds of the epoch.
+        step: The call of ``mlaunch.stopping()`` at which all ranks stopped, from 1.
+    """
+
+    reason: str
+    asked: float
+    step: int
+
+    def __str__(self) -> str:
+        at = time.strftime("%H:%M:%S", time.localtime(self.asked))
+        return f"stopped at step {self.step}, as asked at {at} ({self.reason})"
+
+
+@frozen_record
+class LaunchReport:
+    """The report of a call, ``train.last``: printed, a table; in a notebook, a table and a timeline.
 
     Attributes:
         name: The function's.
         host: This machine.
         seconds: From the call to its end.
-        restart_count: How many attempts failed before this one.
+        restart_count: The number of attempts that failed before this one.
         world_size: Ranks of all machines.
-        ranks: This machine's, in their order.
-        log_dir: Where their output was written; None where it was not, or they have printed nothing.
-        begun: When the call was made, in seconds of the epoch.
-        stopped: That the ranks were asked to stop (``mlaunch.stopping``), why, when, and where they did; None: no.
-        slow_ranks: Those for which the others have waited, if ``slow=`` asked to be told; None: there were none.
+        ranks: This machine's ranks, in order.
+        log_dir: The directory of their output; None if it was not written, or they have printed nothing.
+        begun: The time of the call, in seconds of the epoch.
+        stopped: If the ranks were asked to stop (``mlaunch.stopping``): why, when, and where they did; else None.
+        slow_ranks: The ranks for which the others have waited, with ``slow=``; None: there were none.
     """
+
+    name: str
+    host: str
+    seconds: float
+    restart_count: int
+    world_size: int
+    ranks: tuple[RankReport, ...]
+    log_dir: str | None = None
+    printed: Mapping[int, bytes] | None = field(default=None, repr=False, compare=False)
+    stopped: Stopped | None = None
+    slow_ranks: SlowRanks | None = None
+    begun: float = 0.0
 
     def __str__(self) -> str:
         rows = self.rows()
@@ -42,15 +127,32 @@ class LaunchReport(LaunchRecord):
 
     __repr__ = __str__  # at a prompt, where only repr() shows
 
-    def output(self, rank: int) -> str:
-        """Returns the latest lines that a rank of this machine printed, whether they were shown or not.
+    @property
+    def title(self) -> str:
+        """The report in one line."""
+        size = len(self.ranks)
+        ranks = f"{size} rank{'s' * (size != 1)}" + (f" of {self.world_size}" if self.world_size != size else "")
+        again = f", restart {self.restart_count}" if self.restart_count else ""
+        return f"{self.name}  {ranks} on {self.host}, {self.seconds:.3g} s{again}"
 
-        Of both its streams, without prefix, a redrawn line as it last looked. At most 64 KiB, less with more than 16
-        ranks; ``log_dir`` keeps all.
+    def rows(self) -> list[Sequence[str]]:
+        """Return the table: a head, then a row for each rank."""
+        phases = [phase for phase in PHASES if any(rank.seconds(phase) is not None for rank in self.ranks)]
+        hosts = len({rank.host for rank in self.ranks}) > 1
+        placed = any(rank.place for rank in self.ranks)
+        where = [*(["host"] if hosts else []), "pid", "device", *(["place"] if placed else [])]
+        head = ["rank", *where, *phases, "peak memory", "value", "end"]
+        return [head, *(_cells(rank, phases, hosts=hosts, placed=placed) for rank in self.ranks)]
+
+    def output(self, rank: int) -> str:
+        """Return the latest lines that a rank of this machine printed, whether they were shown or not.
+
+        From both its streams, without prefix; of a redrawn line, the last version. At most 64 KiB, less with more than
+        16 ranks; ``log_dir`` keeps all.
 
         Raises:
             LookupError: No such rank was started on this machine.
-            ValueError: ``output="raw"``: the rank printed straight into the caller's streams.
+            ValueError: With ``output="raw"``, the rank printed straight into the caller's streams.
         """
         ranks = [known.rank for known in self.ranks]
         if rank not in ranks:
@@ -64,7 +166,7 @@ class LaunchReport(LaunchRecord):
         return self.printed.get(rank, b"").decode(errors="replace")
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as programs read it, ready for JSON; ``docs/schema.json`` has the fields (``report``)."""
+        """Return the report for programs, ready for JSON; ``docs/schema.json`` has the fields (``report``)."""
         from mlaunch._version import SCHEMA
 
         ranks = [
@@ -77,22 +179,37 @@ class LaunchReport(LaunchRecord):
         return {"schema": SCHEMA, "function": self.name, **known, **facts, "ranks": ranks}
 
     def _repr_html_(self) -> str | None:
-        """Return a table and a timeline for a notebook, which prints the report if there is none."""
+        """Return a table and a timeline for a notebook; None: it prints the report."""
         drawn = load.at_hand("display", "caller.timeline")
         return None if drawn is None else str(drawn.html(self))
 
     def to_svg(self) -> str:
-        """Returns the timeline as an SVG picture."""
+        """Return the timeline as an SVG picture."""
         return str(_timeline("to_svg()").svg(self))
 
     def to_chrome_trace(self, path: str | os.PathLike[str]) -> None:
-        """Writes the timeline for https://ui.perfetto.dev and chrome://tracing. OSError as for any file."""
+        """Write the timeline for https://ui.perfetto.dev and chrome://tracing. OSError as for any file."""
         _timeline("to_chrome_trace()").write_trace(self, path)
 
     def save_png(self, path: str | os.PathLike[str]) -> None:
-        """Draws the timeline with matplotlib. ImportError without it (extra: notebook)."""
+        """Draw the timeline with matplotlib. ImportError without it (extra: notebook)."""
         _timeline("save_png()").save_png(self, path)
 
 
 def _timeline(asked: str) -> Any:
     return load.room("display", "caller.timeline", asked)
+
+
+def _cells(rank: RankReport, phases: Sequence[str], *, hosts: bool, placed: bool) -> list[str]:
+    times = [rank.seconds(phase) for phase in phases]
+    return [
+        str(rank.rank),
+        *([rank.host] if hosts else []),
+        str(rank.pid),
+        rank.device,
+        *([rank.place] if placed else []),
+        *("" if seconds is None else in_seconds(seconds) for seconds in times),
+        in_bytes(rank.peak_memory) if rank.peak_memory else "",
+        "" if rank.returned is None else in_bytes(rank.returned),
+        rank.end,
+    ]

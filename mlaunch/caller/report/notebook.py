@@ -1,4 +1,4 @@
-"""Code of a notebook's cells is in no file: ranks know its lines by number alone, their caller has names and text."""
+"""Names and lines of a notebook's cells, whose code is in no file: ranks only know its line numbers."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import re
 import sys
 from typing import Any
 
-# As tracebacks write it, those of groups too, and faulthandler, which has no comma.
+# A line of a traceback, also of an exception group's, or of faulthandler, which writes no comma.
 _FRAME = re.compile(r'(?P<margin>[ |]*)File "(?P<file>[^"]+)", line (?P<line>\d+)(?P<name>(?:,? in .*)?)')
 
 _CELL_FILE = re.compile(r"[^\s(\"]*ipykernel_[^\s(\"]*\.py")
 
 
 def short_name(file: str) -> str:
-    """Says what to call a file in few words: "train.py"; a cell of this process's notebook "In[3]"."""
+    """Return a file's short name: "train.py", or "In[3]" for a cell of this process's notebook."""
     return _cell(file) or os.path.basename(file)
 
 
 def source() -> str:
-    """Says what calls, for people: "In[3] of tour.ipynb", "train.py", "python -m pkg.train", "a prompt"."""
+    """Return the source of a call, for people: "In[3] of tour.ipynb", "train.py", "python -m pkg.train", "a prompt"."""
     running = shell()
     if running is not None:
         variables = getattr(running, "user_ns", {})
@@ -34,35 +34,37 @@ def source() -> str:
 
 
 def complete(traceback: str) -> str:
-    """Returns the traceback with the names of cells instead of their files', and with their lines."""
+    """Return the traceback with cells' names in place of their files', and with their lines."""
     rows = traceback.splitlines()
-    told: list[str] = []
+    completed: list[str] = []
     for row, following in zip(rows, [*rows, ""][1:], strict=True):
         frame = _FRAME.fullmatch(row)
         cell = _cell(frame["file"]) if frame is not None else ""
         if frame is None or not cell:
-            told.append(row)
+            completed.append(row)
             continue
-        told.append(f"{frame['margin']}Cell {cell}, line {frame['line']}{frame['name']}")
+        completed.append(f"{frame['margin']}Cell {cell}, line {frame['line']}{frame['name']}")
         source = linecache.getline(frame["file"], int(frame["line"])).strip()
-        if source and not following.startswith(f"{frame['margin']}  "):  # a rank that inherited the lines knew them
-            told.append(f"{frame['margin']}  {source}")
-    return "\n".join(told)
+        if source and not following.startswith(
+            f"{frame['margin']}  "
+        ):  # a rank that inherited the lines has written them
+            completed.append(f"{frame['margin']}  {source}")
+    return "\n".join(completed)
 
 
 def short_names(text: str) -> str:
-    """Returns what a debugger has said with the names of cells instead of their files'."""
+    """Return a debugger's text with cells' names in place of their files'."""
     return _CELL_FILE.sub(lambda found: _cell(found[0]) or found[0], text) if shell() is not None else text
 
 
 def short_place(place: str) -> str:
-    """Returns "train.py:12 in train" for the same with a whole path; a cell's is "In[3]:12 in train"."""
+    """Return "train.py:12 in train", given the same with a whole path; for a cell, "In[3]:12 in train"."""
     file, colon, rest = place.rpartition(":")
     return f"{short_name(file)}{colon}{rest}"
 
 
 def _cell(file: str) -> str:
-    """Says "In[3]" if the file stands for a cell that this process has run, else ""."""
+    """Return "In[3]" if the file is a cell that this process has run; else ""."""
     running = shell()
     describe = getattr(getattr(running, "compile", None), "format_code_name", lambda _file: None)
     _, name = describe(file) or ("", "")
@@ -70,11 +72,11 @@ def _cell(file: str) -> str:
 
 
 def shell() -> Any:
-    """Returns IPython's shell, if this process has one."""
+    """Return IPython's shell, if this process has one."""
     find = getattr(sys.modules.get("IPython"), "get_ipython", None)
     return None if find is None else find()
 
 
 def is_here() -> bool:
-    """Tells whether this process is the kernel of a notebook."""
+    """True if this process is the kernel of a notebook."""
     return getattr(shell(), "kernel", None) is not None

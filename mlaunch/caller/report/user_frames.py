@@ -1,4 +1,4 @@
-"""What IPython and Jupyter show of an error: the caller's own lines, not ours below them, and where to read on."""
+"""Errors as the user sees them: raised from the line of the call; in IPython and Jupyter, without our frames."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ E = TypeVar("E", bound=BaseException)
 R = TypeVar("R")
 P = ParamSpec("P")
 
-_HOOK = "_render_traceback_"  # what IPython asks an exception for, and the only thing that hides its last frame
+_HOOK = "_render_traceback_"  # IPython calls this method of an exception: the only way to hide its last frame
 _FUTURES = f"{os.sep}concurrent{os.sep}futures{os.sep}"
 _READ_ON = "What every rank was doing stands above, where it says LaunchError."
 
 
 def without_ours(error: E) -> E:
-    """Returns the error, to be raised as if from the line that called: without frames so far, or of ours later on."""
+    """Return the error, to be raised as if from the line of the call: without its frames so far, or ours later."""
     return hide_ours(error.with_traceback(None))
 
 
 def raises_from_caller(function: Callable[P, R]) -> Callable[P, R]:
-    """Has what the function raises for its caller's sake, or as it is interrupted, come from the line that called."""
+    """Make a function's errors that its caller has caused, and interrupts, come from the line of the call."""
 
     @functools.wraps(function)
     def door(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -45,21 +45,21 @@ def raises_from_caller(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def hide_ours(error: E) -> E:
-    """Makes IPython, if it runs here, leave our frames out where it shows the error; returns the error."""
+    """Make IPython, if it runs here, show the error without our frames; return the error."""
     if notebook.shell() is not None and not hasattr(error, _HOOK):
         BaseException.__setattr__(error, _HOOK, _Rendering())
     return error
 
 
 class _Rendering:
-    """Makes the lines that IPython shows. It holds no error, which would be a circle, and pickles as its class."""
+    """Makes the lines that IPython shows. It does not hold the error, which would be a cycle."""
 
     def __call__(self) -> list[str]:
-        error: Any = sys.last_value  # IPython has set it to what it shows
+        error: Any = sys.last_value  # IPython has set it to the error that it shows
         table = notebook.shell().InteractiveTB
         trace = _of_the_user(error.__traceback__)
         lines = list(table.structured_traceback(type(error), error, trace, tb_offset=0))
-        is_shown = any(LaunchError.__name__ in line for line in lines)  # not where the user wants one line alone
+        is_shown = any(LaunchError.__name__ in line for line in lines)  # not if the user wants a single line
         return [*lines, _READ_ON] if isinstance(error.__cause__, LaunchError) and is_shown else lines
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -67,7 +67,7 @@ class _Rendering:
 
 
 def _of_the_user(trace: TracebackType | None) -> TracebackType | None:
-    """Returns the frames from the first that is not IPython's to the last that is not ours; all, if none are left."""
+    """Return the frames from the first that is not IPython's to the last that is not ours; all if none are left."""
     frames = []
     while (step := trace) is not None:
         frames.append(step)

@@ -1,1 +1,1 @@
-"""The fork server as its caller sees it."""
+"""Fork servers, from their callers' side."""

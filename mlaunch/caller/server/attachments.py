@@ -1,4 +1,4 @@
-"""What goes to the fork server beside a record: values, each in a memfd, and this process's standard streams.
+"""Descriptors for the fork server beside a record: values, each in a memfd, and this process's standard streams.
 
 No context managers of contextlib's; see ``interrupts``.
 """
@@ -17,7 +17,7 @@ from mlaunch.protocol.payload import Payload
 
 
 class in_memfds:
-    """Gives memfds with values, by name, to a block; of a Payload, its own."""
+    """A block with a memfd for each of the named values; for a Payload, its own."""
 
     def __init__(self, values: Sequence[tuple[str, object]]) -> None:
         self._values = values
@@ -29,7 +29,7 @@ class in_memfds:
                 if isinstance(value, Payload):
                     self._memfds.append(os.dup(value.memfd))
                     continue
-                # Kept before anything is written: an interrupt in a __reduce__ must not lose the descriptor.
+                # Noted before it is written to: an interrupt in a __reduce__ must not lose the descriptor.
                 self._memfds.append(memory_file(name))
                 with interrupts.allowed():  # it runs user code, and may take long
                     payload.write(self._memfds[-1], value)
@@ -43,9 +43,9 @@ class in_memfds:
 
 
 class standard_streams:
-    """Gives descriptors 1 and 2 of this moment to a block, or /dev/null for one that is closed.
+    """A block with the present descriptors 1 and 2, or /dev/null for one that is closed.
 
-    If this process began without it (under cron, say), any file may have taken the number since.
+    If this process began without one (under cron, say), any file may have its number now.
     """
 
     def __enter__(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""The caller's handle to a fork server: how it is asked, and how it ends."""
+"""The caller's handle to a fork server."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from mlaunch.protocol.server_messages import (
 )
 from mlaunch.protocol.spec import LaunchSpec
 
-_QUIET_TIME = 0.5  # seconds in which nobody wonders
-_IMPORT_TIMEOUT = 60.0  # seconds beyond the deadline in which torch may come from a slow disk
+_QUIET_TIME = 0.5  # seconds of a wait that is not shown
+_IMPORT_TIMEOUT = 60.0  # seconds beyond the deadline for torch to come from a slow disk
 
 _open_channels: weakref.WeakSet[Channel[Any, Any]] = weakref.WeakSet()
 
@@ -47,7 +47,7 @@ class ServerGoneError(LaunchError):
 
 
 class ForkServer:
-    """A running fork server. ``wait(seconds)`` returns its exit code, or None if it lives on.
+    """A running fork server. ``wait(seconds)`` returns its exit code, or None if it is still running.
 
     ``kill``: for one that is no child of this process.
     """
@@ -65,21 +65,21 @@ class ForkServer:
         self._kill = kill or functools.partial(os.kill, pid, signal.SIGKILL)  # a child's number is its own
         self._control = control
         self._wait = wait
-        # Reentrant: a signal handler that launches while this thread waits in ready() must come to the error there.
+        # Reentrant: a signal handler that launches while this thread waits in ready() must reach the error there.
         self._lock = threading.RLock()
         self._ready: Ready | None = None
         self._waiting = False
         self._killed = False
-        self._asked = False  # for anything
+        self._asked = False  # True: it was asked for something
         self._retired = False
         self._launches: weakref.WeakSet[Channel[Any, Any]] = weakref.WeakSet()
         _open_channels.add(control)
 
     def ready(self, deadline: float | None = None, on_wait: Callable[[], None] | None = None) -> Ready:
-        """Tells what its torch offers; waits for the import. ``on_wait`` is called if that takes half a second.
+        """Wait for the import of torch; return what that offers. ``on_wait`` is called after half a second.
 
         Raises:
-            LaunchTimeout: It was stopped when ``deadline`` seconds had passed, or took a minute more. It is killed.
+            LaunchTimeout: It was stopped (SIGSTOP) after ``deadline`` seconds, or took a minute more. It is killed.
             LaunchError: Its modules could not be imported.
         """
         with self._lock:
@@ -98,7 +98,7 @@ class ForkServer:
 
     @property
     def waits_for(self) -> tuple[int, ...]:
-        """What can be read when ``ready`` need not wait; nothing, if it need not now."""
+        """Descriptors that can be read when ``ready`` need not wait; none if it need not now."""
         told = self._ready is not None or linux.wait_readable([self._control.fileno()], 0.0)
         return () if told else (self._control.fileno(),)
 
@@ -109,7 +109,9 @@ class ForkServer:
                 on_wait()
                 deadline = None if deadline is None else deadline - quiet
             self._await_word(deadline)
-            record = self._control.peek()  # it stays there: an interrupt between reading and keeping it loses nothing
+            record = (
+                self._control.peek()
+            )  # it stays in the channel: an interrupt between reading and keeping it would lose it
         except (EOFError, ConnectionResetError):
             raise LaunchError(f"{self.describe_end()} before it was ready") from None
         if isinstance(record, NotReady):
@@ -122,7 +124,7 @@ class ForkServer:
         return record
 
     def _await_word(self, deadline: float | None) -> None:
-        """Waits for its first word; one that somebody has stopped would never say it."""
+        """Wait for its first record, which a stopped one would never send."""
         for seconds in (deadline, _IMPORT_TIMEOUT):
             if interrupts.wait_readable([self._control.fileno()], seconds):
                 return
@@ -136,40 +138,40 @@ class ForkServer:
         )
 
     def describe_end(self) -> str:
-        """Says how the server, whose connection was found closed, came to its end."""
+        """Return "the fork server (pid 12) was killed by SIGKILL", after its connection was found closed."""
         return f"the fork server (pid {self.pid}) {self.describe_exit()}"
 
     def describe_exit(self) -> str:
-        """Says how a server whose connection was found closed has ended."""
+        """Return how the server has ended, after its connection was found closed."""
         exitcode = self._wait(5.0)
         return "closed its connection" if exitcode is None else describe_exit(exitcode)
 
     def alive(self) -> bool:
-        """Tells whether it can be asked; not if the descriptor of its channel has become somebody else's.
+        """True if it can be asked; False if other code has closed its channel.
 
-        One that somebody has stopped cannot either: who asked it would wait until somebody wakes it.
+        False for one that is stopped (SIGSTOP), too: its answer would come when it is continued.
         """
         if self._killed or not self._control.intact() or self._wait(0.0) is not None:
             return False
         return not linux.is_stopped(self.pid)
 
     def ended(self) -> bool:
-        """Tells whether the server is gone."""
+        """True if the server is gone."""
         return self._wait(0.0) is not None
 
     def kill(self) -> None:
-        """Ends it at once; its launches end with it."""
+        """End the server at once; its launches end with it."""
         self._killed = True  # from now on: it closes its channels before it can be reaped
         if self._wait(0.0) is None:
             with contextlib.suppress(ProcessLookupError):
                 self._kill()
 
     def count_devices(self, environ: Mapping[str, str]) -> int:
-        """Counts the accelerators visible in ``environ``. In a process of its own, since it wakes the driver."""
+        """Return the number of accelerators visible in ``environ``. Another process counts: it wakes the driver."""
         return self._ask_for_devices(CountDevices(), environ).count
 
     def name_devices(self, environ: Mapping[str, str]) -> tuple[str, ...]:
-        """Names the accelerators, in the order of their numbers, as every process of this machine would."""
+        """Return names of the accelerators, in the order of their numbers, equal in all processes of this machine."""
         return self._ask_for_devices(CountDevices(named=True), environ).names
 
     def _ask_for_devices(self, question: CountDevices, environ: Mapping[str, str]) -> DeviceCount:
@@ -200,10 +202,10 @@ class ForkServer:
         more: bool = False,
         held: Sequence[int] = (),
     ) -> LaunchersEnd:
-        """Starts a launch; the channel is to its agent. ``call`` None: the server has it in memory.
+        """Start a launch; return the channel to its agent. ``call`` None: the server has it in memory.
 
-        ``following``: its end of the channel of the next launch, which it is to prepare; None: it is not. ``more``:
-        see StartLaunch. ``held``: descriptors that its processes are to hold.
+        ``following``: the server's end of the channel of the next launch, which it is to prepare; None: prepare none.
+        ``more``: see StartLaunch. ``held``: descriptors that the launch's processes are to hold.
         """
         directory = error_file.directory_of(spec) or temporary.directory_of(spec)
         order = StartLaunch(more, directory, len(held), spec.grace_period)
@@ -212,9 +214,9 @@ class ForkServer:
             return self._ask(order, [("spec", spec), ("call", call)], beside)
 
     def prepare(self, following: AgentsEnd, *, like: LaunchSpec | None = None, soon: bool = False) -> None:
-        """Lets the server prepare a launch, as the last one was. OSError if the server is gone.
+        """Have the server prepare a launch like the last one. OSError if the server is gone.
 
-        ``following``: its end of the channel; ``like``: how else it is to be; ``soon``: see PrepareNext.
+        ``following``: the server's end of the channel; ``like``: another spec; ``soon``: see PrepareNext.
         """
         self._asked = True
         specs = [] if like is None else [("spec", like)]
@@ -222,7 +224,7 @@ class ForkServer:
             self._control.send(PrepareNext(soon), [following.fileno(), *memfds, *(streams if memfds else [])])
 
     def adopt(self, launch: LaunchersEnd) -> None:
-        """Counts a prepared launch among those that run."""
+        """Count a prepared launch among the running ones."""
         self._launches.add(launch)
 
     def _ask(
@@ -244,9 +246,9 @@ class ForkServer:
         return ours
 
     def retire(self) -> None:
-        """Let running launches end, then the server; do not wait. One that is stopped and has none is killed.
+        """Shut down after the running launches; do not wait. A stopped server without any is killed.
 
-        To be repeated for one that has not said its first word yet: another thread may wait for that.
+        Repeat it for a server whose first record has not come yet: another thread may wait for that.
         """
         if linux.is_stopped(self.pid) and not any(launch.fileno() >= 0 for launch in self._launches):
             self.kill()
@@ -256,7 +258,7 @@ class ForkServer:
 
     def close(self, timeout: float = 10.0) -> None:
         """End the server and what still runs there (a daemon thread's launch, at the end of the interpreter)."""
-        if not self._asked:  # nothing of it has to be tidied up, whatever it is doing
+        if not self._asked:  # it has nothing to clean up
             self.kill()
         for launch in list(self._launches):
             if launch.intact():
@@ -268,7 +270,7 @@ class ForkServer:
 
 
 def forget_inherited() -> None:
-    """Closes the parent's servers and launches, which are not ours, in a fork of the caller."""
+    """Close the parent's servers and launches in a fork of the caller."""
     for channel in list(_open_channels):
         channel.close()
 

@@ -28,24 +28,24 @@ _Streams = tuple[tuple[int, int] | None, ...]
 class _Prepared:
     server: ForkServer
     shape: LaunchSpec
-    streams: _Streams  # what descriptors 1 and 2 stand for
+    streams: _Streams  # the files of descriptors 1 and 2
     channel: LaunchersEnd
 
 
 class Preparation:
-    """There is one launch at most, for the shape of the last one."""
+    """The prepared launch: at most one, for the shape of the last one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._next: _Prepared | None = None
 
     def take(self, server: ForkServer, spec: LaunchSpec) -> LaunchersEnd | None:
-        """Returns the channel to the agent of a prepared launch that can serve this one; drops any other."""
+        """Return the channel to the agent of a prepared launch that can serve this one; drop any other."""
         with self._lock:
             found, self._next = self._next, None
         if found is None:
             return None
-        # What may differ (name, deadline, seed, arguments) is not in the shape: it travels with the call.
+        # What may differ (name, deadline, seed, arguments) is not in the shape, but comes with the call.
         alike = (found.server, found.shape, found.streams) == (server, shape_of(spec), _streams())
         if alike and _is_there(found.channel):
             return found.channel
@@ -53,7 +53,7 @@ class Preparation:
         return None
 
     def expect(self, server: ForkServer, spec: LaunchSpec) -> AgentsEnd | None:
-        """Returns the server's end of the channel of the launch that it is to prepare; None: it is to prepare none."""
+        """Return the server's end of the channel of the launch that it is to prepare; None: prepare none."""
         if not _is_wanted(spec):
             return None
         ours: LaunchersEnd
@@ -65,15 +65,15 @@ class Preparation:
         return theirs
 
     def drop(self) -> None:
-        """Drops what was prepared, without waiting for its end."""
+        """Drop the prepared launch, without waiting for its end."""
         with self._lock:
             found, self._next = self._next, None
         if found is not None:
             _drop(found)
 
     def forget(self) -> None:
-        """Lets go of it in a fork of this process, which has no right to it."""
-        self._lock = threading.Lock()  # some thread of the parent may hold the old one for ever
+        """Forget the prepared launch in a fork of this process, which must not use it."""
+        self._lock = threading.Lock()  # a thread of the parent may hold the old one for ever
         if self._next is not None:
             self._next.channel.close()
         self._next = None
@@ -87,23 +87,23 @@ def _is_wanted(spec: LaunchSpec) -> bool:
 
 
 def _is_there(channel: LaunchersEnd) -> bool:
-    """Tells whether its agent was forked and nobody has stopped it. One that has ended since says so by itself.
+    """True if its agent was forked and is not stopped. One that has ended since will say so by itself.
 
-    What an agent says may come before the fork server's word that it was forked.
+    The agent's first record may come before the fork server's record that it was forked.
     """
     if not channel.intact() or not linux.wait_readable([channel.fileno()], 0.0):
         return False
     with contextlib.suppress(OSError, EOFError):
         record = channel.peek()
         if isinstance(record, AgentStarted):
-            # Its main thread's state: waitid tells of a stop only when the last thread has stopped.
+            # Its main thread's state: waitid reports a stop only when the last thread has stopped.
             return state_of(record.pid) not in STOPPED
         return not isinstance(record, AgentFailed)
     return False
 
 
 def _drop(found: _Prepared) -> None:
-    """Closes the channel, at which the launch ends by itself. One that is stopped would not, so it is killed."""
+    """Close the channel, at which the launch ends by itself. A stopped one would not, so it is killed."""
     with contextlib.closing(found.channel), contextlib.suppress(OSError, EOFError):
         if not found.channel.intact() or not linux.wait_readable([found.channel.fileno()], 0.0):
             return
@@ -113,7 +113,7 @@ def _drop(found: _Prepared) -> None:
 
 
 def _kill(found: _Prepared) -> None:
-    """Kills the agent, with which its ranks die, and removes what it would have removed."""
+    """Kill the agent, with which its ranks die, and remove its entry in the registry."""
     launch_id, agent = "", -1
     while linux.wait_readable([found.channel.fileno()], 0.0):
         record, fds = found.channel.receive()
@@ -124,7 +124,7 @@ def _kill(found: _Prepared) -> None:
             launch_id = record.launch_id
         close_all(fds)
     if agent >= 0:
-        linux.wait_readable([agent], _DEATH_TIMEOUT)  # the socket of one that lives is not removed
+        linux.wait_readable([agent], _DEATH_TIMEOUT)  # the socket of a living agent is not removed
         os.close(agent)
     registry.remove(found.shape.context.environ, launch_id)
 

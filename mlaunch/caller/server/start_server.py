@@ -1,4 +1,4 @@
-"""Starts fork servers.
+"""The start of fork servers.
 
 ``forkserver``: one per caller process, started at the first launch, warm until the caller ends.
 ``spawn``: a fresh interpreter that serves one launch. ``fork``: a fork of the caller that serves one.
@@ -37,16 +37,16 @@ _HUGE_HEAP = "glibc.malloc.hugetlb=1"
 
 @frozen_record
 class Interpreter:
-    """What is to be different from this one: for commands, which have paths and a standard input of their own."""
+    """An interpreter for a fork server. Commands need one with other paths and standard input than this one."""
 
     executable: str = field(default_factory=lambda: sys.executable)
     path: Sequence[str] = field(default_factory=lambda: sys.path)
     preload: Sequence[str] = ()  # modules to import once
-    stdin: int | None = subprocess.DEVNULL  # None: ours
+    stdin: int | None = subprocess.DEVNULL  # None: this process's
 
 
 def start_interpreter(environ: Mapping[str, str], like: Interpreter | None = None) -> ForkServer:
-    """Starts a fork server in a fresh interpreter with the caller's flags and paths; torch is imported later."""
+    """Start a fork server in a fresh interpreter with the caller's flags and paths; torch is imported later."""
     linux.check_kernel()
     like = like or Interpreter()
     ours: Channel[ServerSays, ServerHears]
@@ -60,7 +60,7 @@ def start_interpreter(environ: Mapping[str, str], like: Interpreter | None = Non
             stdin=like.stdin,
             stdout=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
-            start_new_session=True,  # a terminal's Ctrl-C and hang-up are the caller's to answer
+            start_new_session=True,  # the caller answers a terminal's Ctrl-C and hang-up
         )
     theirs.close()
     _interpreters.add(process)
@@ -75,13 +75,13 @@ def start_interpreter(environ: Mapping[str, str], like: Interpreter | None = Non
 
 
 def with_huge_heap(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables for the interpreter of a fork server."""
+    """Return the environment for the interpreter of a fork server: its heap is on huge pages."""
     tunables = [environ["GLIBC_TUNABLES"]] if "GLIBC_TUNABLES" in environ else []
     return {**environ, "GLIBC_TUNABLES": ":".join([*tunables, _HUGE_HEAP])}
 
 
 def _disown() -> None:
-    """Disowns it after a fork of the caller, in the child: Popen would warn of a process that is not the child's."""
+    """Mark interpreters as ended in a fork of the caller: Popen would warn about what is not its child."""
     for interpreter in _interpreters:
         interpreter.returncode = interpreter.returncode or 0
 
@@ -91,7 +91,7 @@ in_forks(_disown)
 
 
 def start_fork(call: Call) -> ForkServer:
-    """Starts a fork of this process that serves one launch, with the call in memory."""
+    """Start a fork of this process that serves one launch, with the call in memory."""
     from mlaunch.base import memory_maps
     from mlaunch.rank.setup import process
 
@@ -102,7 +102,7 @@ def start_fork(call: Call) -> ForkServer:
     ours: Channel[ServerSays, ServerHears]
     ours, theirs = Channel.pair()
     caller = os.getpid()
-    process.flush()  # what is in a buffer now, such as a warning of ours, would be written by each fork again
+    process.flush()  # each fork would write once more what is in a buffer now, such as our warning
     in_common = originals.of_main(call.function)
     with warnings.catch_warnings(), not_followed():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of threads: _check_forkable has said it
@@ -123,7 +123,7 @@ def _become_server(
     try:
         stay_unfollowed()
         ours.close()
-        # Away from the terminal's group, whose Ctrl-C and hang-up are the caller's to answer.
+        # Out of the terminal's process group: the caller answers its Ctrl-C and hang-up.
         os.setsid()
         linux.open_standard_streams()
         process.reset_process()
@@ -133,7 +133,7 @@ def _become_server(
 
 
 class _Waiter:
-    """Waits for a child that we forked, and remembers how it ended."""
+    """The end of a child that we forked: waits for it, and remembers it."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -146,7 +146,7 @@ class _Waiter:
         if self._exitcode is None and linux.wait_readable([self._pidfd.fd], seconds):
             try:
                 _, status = os.waitpid(self._pid, 0)
-            except ChildProcessError:  # somebody in this process waits for any child
+            except ChildProcessError:  # other code in this process waits for any child
                 status = 0
             self._exitcode = os.waitstatus_to_exitcode(status)
             self._pidfd.close()

@@ -14,34 +14,34 @@ from mlaunch.caller.server.start_server import Interpreter, start_interpreter
 from mlaunch.core import load
 from mlaunch.protocol import import_variables
 
-# Preloaded, because every rank imports the user's module, which imports this.
+# Preloaded, since every rank imports the user's module, which imports this.
 _PREPARED = ("mlaunch.caller.launcher",)
 
 
 class WarmServer:
-    """Starts the server when it is first asked for, and anew when it died, was stopped or lacks today's settings."""
+    """The warm server: started at the first need, and again if it died, was stopped or has other settings."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._server: ForkServer | None = None
         self._settings: tuple[dict[str, str], tuple[str, ...]] | None = None
-        self.preload: tuple[str, ...] = ()  # modules that it imports besides torch
+        self.preload: tuple[str, ...] = ()  # modules that it imports in addition to torch
         self._retired: list[ForkServer] = []
 
     @property
     def started(self) -> bool:
-        """Whether there is one."""
+        """True if there is one."""
         return self._server is not None
 
     def get(self, environ: Mapping[str, str]) -> ForkServer:
-        """Returns the server for calls with these variables."""
+        """Return the server for calls with these variables."""
         settings = import_variables.variables(environ), self.preload
         with self._lock:
             if self._retired:
                 self._close_retired()
             if self._server is not None:
-                # One that somebody has stopped is replaced as a dead one is: no call should hang until it is woken.
-                # So is one whose libraries were loaded under other variables, at the cost of one import of torch.
+                # A stopped one is replaced like a dead one: no call should hang until it is continued. So is one whose
+                # libraries were loaded under other variables, at the cost of one import of torch.
                 if self._server.alive() and self._settings == settings:
                     return self._server
                 preparation.drop()  # it would keep the server from ending
@@ -49,7 +49,7 @@ class WarmServer:
                 self._server.retire()
                 self._retired.append(self._server)
             like = Interpreter(preload=(*_PREPARED, *self.preload))
-            # Later calls come to the same server, so of this one's env= only what makes another server counts.
+            # Later calls use the same server, so of this call's env= only what requires another server counts.
             environ = import_variables.replaced(os.environ, environ)
             self._server = load.server_at_hand(environ, like) or start_interpreter(environ, like)
             self._settings = settings
@@ -57,20 +57,20 @@ class WarmServer:
 
     def _close_retired(self) -> None:
         for server in self._retired:
-            server.retire()  # which could not be said while it imported
+            server.retire()  # not possible while it imported
         for server in [server for server in self._retired if server.ended()]:
             server.close()
             self._retired.remove(server)
 
     def close(self) -> None:
-        """Ends the server, and those that were replaced, with whatever still runs there."""
+        """End the server, and those that were replaced, with whatever still runs there."""
         preparation.drop()
         for server in [*self._retired, *([self._server] if self._server else [])]:
             server.close()
         self._server, self._retired = None, []
 
     def forget(self) -> None:
-        """Forgets the servers in a fork of this process, which has no right to its parent's server."""
+        """Forget the servers in a fork of this process, which has no right to its parent's server."""
         self._lock = threading.Lock()  # some thread of the parent may hold the old one for ever
         self._server, self._retired = None, []
 

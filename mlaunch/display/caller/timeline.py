@@ -10,7 +10,7 @@ from html import escape
 from typing import Any
 
 from mlaunch.base.text import in_seconds
-from mlaunch.caller.report.records import PHASES, LaunchRecord, RankReport
+from mlaunch.caller.report.launch_report import PHASES, LaunchReport, RankReport
 
 # Okabe and Ito's, which people who see few colours can tell apart; "run" is the one that matters.
 COLOURS = {
@@ -22,7 +22,7 @@ _SHOWN = 64  # ranks: more would be a wall
 _TICKS = 6
 
 
-def svg(report: LaunchRecord) -> str:
+def svg(report: LaunchReport) -> str:
     ranks = report.ranks[:_SHOWN]
     height = _TOP + len(ranks) * (_BAR + _GAP) + 34
     parts = [
@@ -39,12 +39,12 @@ def svg(report: LaunchRecord) -> str:
     return "\n".join([*parts, "</svg>"])
 
 
-def _scale(report: LaunchRecord) -> float:
+def _scale(report: LaunchReport) -> float:
     """Pixels per second."""
     return (_WIDTH - _LEFT - _RIGHT) / max(report.seconds, 1e-9)
 
 
-def _legend(report: LaunchRecord) -> Iterator[str]:
+def _legend(report: LaunchReport) -> Iterator[str]:
     x = _LEFT
     for phase in PHASES:
         if any(rank.seconds(phase) is not None for rank in report.ranks):
@@ -53,7 +53,7 @@ def _legend(report: LaunchRecord) -> Iterator[str]:
             x += 34 + 7 * len(phase)
 
 
-def _axis(report: LaunchRecord, y: int) -> Iterator[str]:
+def _axis(report: LaunchReport, y: int) -> Iterator[str]:
     step = _step(report.seconds)
     for tick in range(math.floor(report.seconds / step + 1e-9) + 1):
         x = _LEFT + tick * step * _scale(report)
@@ -81,7 +81,7 @@ def _bars(rank: RankReport, y: int, scale: float) -> Iterator[str]:
         yield f'<text x="{x - 4:.1f}" y="{y + 13}" text-anchor="end" fill="#D55E00" font-weight="bold">&#x2715;</text>'
 
 
-def html(report: LaunchRecord) -> str:
+def html(report: LaunchReport) -> str:
     head, *rows = report.rows()
     cells = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
@@ -89,7 +89,7 @@ def html(report: LaunchRecord) -> str:
     return f"<div><p><b>{escape(report.title)}</b></p>{svg(report)}{table}</div>"
 
 
-def write_trace(report: LaunchRecord, path: str | os.PathLike[str]) -> None:
+def write_trace(report: LaunchReport, path: str | os.PathLike[str]) -> None:
     events: list[dict[str, Any]] = [
         {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": f"{report.name} on {report.host}"}}
     ]
@@ -104,7 +104,7 @@ def write_trace(report: LaunchRecord, path: str | os.PathLike[str]) -> None:
         json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
 
 
-def save_png(report: LaunchRecord, path: str | os.PathLike[str]) -> None:
+def save_png(report: LaunchReport, path: str | os.PathLike[str]) -> None:
     try:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch

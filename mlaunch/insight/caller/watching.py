@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.caller.call_log import CallLog
-from mlaunch.caller.device_use import DeviceUse
 from mlaunch.caller.output.console import Console
 from mlaunch.caller.output.live import LiveLines
 from mlaunch.caller.report import notebook
 from mlaunch.caller.running_launches import ask, launches_of
 from mlaunch.core import load
+from mlaunch.insight.caller.device_use import DeviceUse
 from mlaunch.insight.caller.watch_rows import RankTable
 from mlaunch.insight.wire import WATCH
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from json import JSONDecoder
 from typing import IO, Any
 
-from mlaunch.caller.report.records import LaunchRecord, RankReport
+from mlaunch.caller.report.launch_report import LaunchReport, RankReport
 
 _EVENTS, _BASE = "traceEvents", "baseTimeNanoseconds"
 _READ = 1 << 20  # characters
@@ -107,7 +107,7 @@ def _elements(text: _Text) -> Iterator[Any]:
     text.skip("]")
 
 
-def write(target: str, report: LaunchRecord, parts: Mapping[int, str], *, compressed: bool) -> dict[int, str]:
+def write(target: str, report: LaunchReport, parts: Mapping[int, str], *, compressed: bool) -> dict[int, str]:
     """Writes the trace of a launch, with the parts of these ranks. Returns why a part is not whole there, by rank."""
     lacks: dict[int, str] = {}
     open_it: Any = functools.partial(gzip.open, compresslevel=_LEVEL) if compressed else open
@@ -119,7 +119,7 @@ def write(target: str, report: LaunchRecord, parts: Mapping[int, str], *, compre
     return lacks
 
 
-def _events(report: LaunchRecord, parts: Mapping[int, str], lacks: dict[int, str]) -> Iterator[dict[str, Any]]:
+def _events(report: LaunchReport, parts: Mapping[int, str], lacks: dict[int, str]) -> Iterator[dict[str, Any]]:
     ranks = max(report.world_size, *(rank.rank + 1 for rank in report.ranks))  # also of those in other machines' files
     for rank in report.ranks:
         yield from _timeline(rank, report.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import traceback
 from collections import deque
@@ -14,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from mlaunch.base.log import log
 from mlaunch.base.misuse import hides_our_frames
 from mlaunch.caller import interrupts
-from mlaunch.caller.event_loops import stops_an_event_loop
 from mlaunch.caller.launch.handle import LaunchHandle
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options
@@ -123,7 +123,7 @@ class Run(Future[list[Any]]):
         if not self.done():
             self._course.check_process()
         self._course.ask_to_cancel()
-        if self._course.in_callback() or (not self.done() and stops_an_event_loop()):
+        if self._course.in_callback() or (not self.done() and _stops_an_event_loop()):
             return self.cancelled() or not self.done()
         return self._wait_for_end()
 
@@ -306,3 +306,25 @@ def _without_locals(error: BaseException) -> BaseException:
             if other is not None and all(other is not known for known in found):
                 found.append(other)
     return without_ours(error) if hides_our_frames(error) else error
+
+
+# Frames that an event loop of asyncio, and a notebook's cell, run code in.
+_HANDLE, _CELL = ("asyncio.events", "_run"), ("IPython.core.interactiveshell", "run_code")
+
+
+def _stops_an_event_loop() -> bool:
+    """True if a wait in this thread would stop an event loop; False in a notebook's cell, which stops it anyway.
+
+    A cell, with all that it calls, runs in a step of the kernel's loop. Code that asyncio calls itself (a task's
+    coroutine, the end of a timeout) has no cell between itself and the loop.
+    """
+    asyncio = sys.modules.get("asyncio")
+    if asyncio is None or asyncio._get_running_loop() is None:
+        return False
+    frame = sys._getframe(1)
+    while frame is not None:
+        place = frame.f_globals.get("__name__"), frame.f_code.co_name
+        if place in {_HANDLE, _CELL}:
+            return place == _HANDLE
+        frame = frame.f_back  # type: ignore[assignment]
+    return True  # a loop of another library

@@ -22,7 +22,7 @@ class DeviceUse:
         self._tried = False
 
     def of(self, device: str) -> tuple[int, int, int | None] | None:
-        """Returns bytes in use, bytes in all and percent (None: not told) of a device such as "cuda:2".
+        """Return bytes in use, bytes in all and percent (None: not told) of a device such as "cuda:2".
 
         By number as ``nvidia-smi`` counts, or by UUID, "cuda:GPU-...". None if it does not tell.
         """
@@ -39,7 +39,7 @@ class DeviceUse:
         return int(memory.used), int(memory.total), _percent(nvml, handle)
 
     def _opened(self) -> Any:
-        """Returns the library, None without it or without a driver."""
+        """Return the library, None without it or without a driver."""
         if not self._tried:
             self._tried = True
             try:
@@ -55,7 +55,7 @@ class DeviceUse:
 
 
 def _percent(nvml: Any, handle: object) -> int | None:
-    """Returns in how much of the time a kernel ran; None of what does not tell, such as a MIG instance."""
+    """Return in how much of the time a kernel ran; None of what does not tell, such as a MIG instance."""
     try:
         return int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
     except nvml.NVMLError:
