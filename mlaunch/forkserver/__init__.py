@@ -1,1 +1,1 @@
-"""Runs in the fork server, which imports torch once and forks an agent per call."""
+"""Code of the fork server, which imports torch once and forks an agent per call."""

@@ -1,4 +1,4 @@
-"""What the fork server has forked."""
+"""The children of the fork server: agents, counts of devices, trial imports."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages import AgentsEnd, AgentStarted, Reaped
 from mlaunch.protocol.server_messages import RestingAgentHears, RestingAgentSays, ServeNext
 
-_MOST_LAUNCHES = 200  # of one agent, which has 16 KB more after each
-AGENT_TIMEOUT = 60.0  # seconds beyond its grace period, in which it ends its ranks and what they left
-_STOPPED_TIMEOUT = 1.0  # seconds between looks at an agent that does not end
+_MOST_LAUNCHES = 200  # of one agent, which grows by 16 KB with each
+AGENT_TIMEOUT = 60.0  # seconds beyond the grace period for an agent to end its ranks and what they left
+_STOPPED_TIMEOUT = 1.0  # seconds between checks of an agent that does not end
 
 
 @dataclass
 class Child:
-    """An agent, or a process that counts devices: both answer on a channel whose last word is ours. Or a trial.
+    """An agent or a count of devices, which answer on a channel whose last record is ours; or a trial import.
 
     ``link``: to an agent that may serve one launch after another. The channel is its latest launch's.
     """
@@ -36,16 +36,16 @@ class Child:
 
     @property
     def is_trial(self) -> bool:
-        """Whether this child tries an import."""
+        """True if this child tries an import."""
         return self.channel is None
 
     def fds(self) -> list[int]:
-        """Returns the descriptors, which are no other process's business."""
+        """Return the descriptors, which no other process may have."""
         channels = [channel for channel in (self.channel, self.link) if channel is not None]
         return [self.pidfd, *(channel.fileno() for channel in channels)]
 
     def hears_free(self) -> bool:
-        """Takes in that an agent is free; False if it has ended instead."""
+        """Note that an agent is free; False if it has ended instead."""
         if self.link is None:
             return False
         try:
@@ -57,9 +57,9 @@ class Child:
         return True
 
     def serves(self, launch: ServeNext, fds: Sequence[int]) -> bool:
-        """Asks an agent that rests to serve one more launch; False if it cannot."""
-        # Whether somebody has stopped it, its main thread's state says: waitid tells only when the last thread has
-        # stopped, too late for the store's, and a launch given to a stopped agent would wait.
+        """Ask a resting agent to serve one more launch; False if it cannot."""
+        # By its main thread's state: waitid reports a stop only when the last thread has stopped, the store's too, and
+        # a launch given to a stopped agent would wait.
         if not self.rests or self.link is None or self._is_stopped():
             return False
         try:
@@ -70,16 +70,16 @@ class Child:
         return True
 
     def begin(self, channel: AgentsEnd) -> None:
-        """Takes the channel of a launch that an agent now serves, and tells the launcher of the agent."""
+        """Take the channel of a launch that an agent now serves, and announce the agent to the launcher."""
         if self.channel is not None:
             self.channel.close()
         self.channel = channel
         self.launches += 1
-        # With a pidfd, by which the launcher can kill the agent, and no other process that has got its number since.
+        # With a pidfd: by the pid, the launcher could kill another process that has the number since.
         channel.try_send(AgentStarted(self.pid), [self.pidfd])
 
     def dismiss(self) -> None:
-        """Lets an agent end: at once if it rests, else after its launch."""
+        """Make an agent end: at once if it rests, else after its launch."""
         if self.link is None:
             return
         self.link.close()
@@ -87,8 +87,8 @@ class Child:
         self.end_stopped()
 
     def end_stopped(self) -> None:
-        """Ends an agent that has been told to leave, but was stopped and so would stay."""
-        # Its launch is over, so nothing is lost; a process that is stopped would never see the end of its channel.
+        """Kill an agent that was told to leave, but is stopped and so would stay."""
+        # Its launch is over, so nothing is lost; stopped, it would never see the end of its channel.
         if self.rests and self.link is None and self._is_stopped():
             os.kill(self.pid, signal.SIGKILL)
 
@@ -96,28 +96,28 @@ class Child:
         return linux.is_stopped(self.pid)
 
     def say_last(self, code: int) -> None:
-        """Says how it ended; nobody hears of it any more."""
+        """Send its exit code as the last record, and close its channels."""
         if self.channel is not None:
             self.channel.try_send(Reaped(code))
         self.hang_up()
 
     def hang_up(self) -> None:
-        """Closes its channels."""
+        """Close its channels."""
         if self.channel is not None:
             self.channel.close()
         self.dismiss()
 
     def reap(self) -> int:
-        """Takes in that it has ended; returns its status, as os.waitpid does."""
+        """Reap the child, which has ended; return its status, as os.waitpid does."""
         _, status = os.waitpid(self.pid, 0)
-        # Here, not in the agent: that may have been killed.
+        # Not in the agent, which may have been killed.
         if self.directory:
             own_files.remove_directory(self.directory)
         return status
 
     def wait_for_agent(self, until: float) -> None:
-        """Wait until an agent has ended, and wake one that somebody has stopped; after ``until`` it is killed."""
-        number = signal.SIGCONT  # it ends its launch, and tidies up
+        """Wait until an agent has ended; wake one that is stopped, and kill it after ``until``."""
+        number = signal.SIGCONT  # it ends its launch, and cleans up
         while not linux.wait_readable([self.pidfd], _STOPPED_TIMEOUT):
             late = time.monotonic() > until
             if late or self._is_stopped():
@@ -127,7 +127,7 @@ class Child:
 
 
 class Children:
-    """All that a fork server has now."""
+    """All present children of a fork server."""
 
     def __init__(self) -> None:
         self._by_pidfd: dict[int, Child] = {}
@@ -143,11 +143,11 @@ class Children:
         self._by_pidfd[child.pidfd] = child
 
     def fds(self) -> set[int]:
-        """Returns the descriptors of all."""
+        """Return the descriptors of all."""
         return {fd for child in self for fd in child.fds()}
 
     def sources(self) -> list[int]:
-        """Returns what can be read when one has ended, or is free."""
+        """Return descriptors that can be read when a child has ended, or is free."""
         links = [child.link.fileno() for child in self if child.link is not None and not child.rests]
         return [*self._by_pidfd, *links]
 
@@ -155,11 +155,11 @@ class Children:
         del self._by_pidfd[child.pidfd]
 
     def ended(self, ready: Collection[int]) -> list[Child]:
-        """Returns those that have ended; each is to be removed as it is reaped."""
+        """Return those that have ended; the caller reaps and removes each."""
         return [child for pidfd, child in self._by_pidfd.items() if pidfd in ready]
 
     def hear_free(self, ready: Collection[int]) -> list[Child]:
-        """Takes in which agents are free. One of them can rest at most; others are dismissed."""
+        """Return the agents that have become free. At most one of them rests; the others are dismissed."""
         free = []
         for child in self:
             if not child.rests and child.link is not None and child.link.fileno() in ready:
@@ -172,7 +172,7 @@ class Children:
 
     @property
     def busy(self) -> bool:
-        """Whether any has something to do."""
+        """True if any has something to do."""
         return any(not child.rests for child in self)
 
     @property
@@ -181,12 +181,12 @@ class Children:
         return next((child for child in self if child.rests and child.link is not None), None)
 
     def dismiss(self) -> None:
-        """Lets the agent end that rests."""
+        """Make the resting agent end."""
         if (child := self.resting) is not None:
             child.dismiss()
 
     def outlive_caller(self) -> None:
-        """Waits for the agents of a caller that is gone; their channels tell all of them, once we hold them no more."""
+        """Wait for the agents of a caller that is gone; they see the ends of their channels, once ours are closed."""
         for child in self:
             child.hang_up()
         until = time.monotonic() + self.longest_grace + AGENT_TIMEOUT

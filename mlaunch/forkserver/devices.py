@@ -1,4 +1,4 @@
-"""Counts the accelerators of an environment, in a process of its own."""
+"""Counts of the accelerators in an environment, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mlaunch.rank.setup import device
 
 
 def begin_count(environ_fd: int, answer_fd: int, *, named: bool) -> Child | None:
-    """Begins to count, and owns the descriptors; returns the process that does, None if the system refuses one."""
+    """Begin to count; return the process that does, None if the system refuses one. Owns the descriptors."""
     parent = os.getpid()
     pid = fork(answer_fd)
     if pid == 0:
@@ -28,13 +28,13 @@ def begin_count(environ_fd: int, answer_fd: int, *, named: bool) -> Child | None
 
 
 def _count_devices(environ_fd: int, answer_fd: int, parent: int, *, named: bool) -> NoReturn:
-    """Answers on the channel and ends: counting may wake a driver, after which no fork could use it."""
+    """Answer on the channel and end: counting may wake a driver, after which no fork could use it."""
     try:
         linux.die_with(parent)
         name_process("device count")
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(COUNT_TIMEOUT)  # nobody waits for longer
-        # The caller's variables, not the server's: those that hide devices may have changed since it started.
+        # The caller's variables: those that hide devices may have changed since the server started.
         os.environ.clear()
         os.environ.update(payload.read(environ_fd))
         count = _count()
@@ -51,7 +51,7 @@ def _count_devices(environ_fd: int, answer_fd: int, parent: int, *, named: bool)
 def _count() -> int:
     import torch
 
-    # Asked first in either case: a name of an instance that is not there counts for nothing.
+    # Called in either case: a name of an instance that does not exist must not count.
     return torch.accelerator.device_count() and (len(_instances()) or torch.accelerator.device_count())
 
 
@@ -60,16 +60,16 @@ def _instances() -> list[str]:
 
 
 def _names(count: int) -> tuple[str, ...]:
-    """Names the visible devices as all processes of this machine would, whatever variables number them.
+    """Return names of the visible devices that are equal in all processes of this machine.
 
-    CUDA numbers the fastest first, nvidia-smi by place, and variables hide some: a UUID is none of theirs.
+    Numbers are not: CUDA begins with the fastest, nvidia-smi goes by place, and variables hide some. UUIDs are.
     """
     import torch
 
     if instances := _instances():
         return tuple(instances)
     kind = device.accelerator() or ""
-    # Of other kinds torch tells no UUID.
+    # For other kinds torch has no UUID.
     if kind == "cuda" and count and hasattr(torch.cuda.get_device_properties(0), "uuid"):
         return tuple(f"GPU-{torch.cuda.get_device_properties(number).uuid}" for number in range(count))
     runtime = device.runtime_of(kind) or kind

@@ -1,4 +1,4 @@
-"""Imports what ranks of earlier launches had to import: the next ones find it, as they find torch."""
+"""Late imports: what ranks had to import, this server imports for later ranks."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from mlaunch.base import linux
 from mlaunch.base.fds import OwnedFds
 from mlaunch.base.process_name import name_process
 from mlaunch.forkserver.children import Child
-from mlaunch.forkserver.imports import share
-from mlaunch.forkserver.preloads import held
+from mlaunch.forkserver.imports import held, share
 from mlaunch.protocol import late_imports
 from mlaunch.rank.setup import process
 
 _LIMIT = 120  # seconds; torch._dynamo takes one, and ten times that on a busy machine
-_HOLD = 3.0  # seconds; their callers wait for an agent only a little longer than a deadline
+_HOLD = 3.0  # seconds that launches are held back: callers wait for an agent only a little longer than a deadline
 _NICE = 5  # a launch that comes meanwhile is more urgent
 
 
 class LateImports:
-    """Imports what a fork has tried first. What opens a device, or starts a thread, would make the server useless."""
+    """Imports that a fork has tried first: one that opens a device, or starts a thread, would ruin the server."""
 
     def __init__(self) -> None:
         self._off = os.environ.get("MLAUNCH_PREPARE") == "0"
@@ -35,46 +34,46 @@ class LateImports:
         self._told = -1 if self._off else late_imports.listen()
 
     def fds(self) -> list[int]:
-        """Return what can be read once a rank has imported something of torch's or of ours."""
+        """Return a descriptor that can be read when a rank has imported a module of torch or mlaunch."""
         return [] if self._off else [self._told]
 
     def hears(self, ready: Collection[int]) -> bool:
-        """True if a rank has; ``ready``: what can be read."""
+        """True if a rank has. ``ready``: descriptors that can be read."""
         if self._told not in ready:
             return False
         late_imports.hear()
         return True
 
     def holds(self) -> float:
-        """Return for how many seconds launches had better wait, as their ranks would import what is on trial; 0: no.
+        """Return for how many seconds launches should wait, as their ranks would import what is on trial; 0: none.
 
-        Their deadline has not begun. What is tried may hang, so there is a limit.
+        Their deadlines have not begun. A trial may hang, so there is a limit.
         """
         if not {*late_imports.NAMES} & {*self._on_trial}:
             return 0.0
         return max(0.0, self._begun + _HOLD - time.monotonic())
 
     def wanted(self) -> bool:
-        """Whether there is something to try."""
+        """True if there is something to try."""
         return not self._off and not self._on_trial and bool(self._missing())
 
     def wanted_now(self) -> bool:
-        """Whether torch's or ours are to be tried: they take a second of each rank."""
+        """True if torch's or ours are to be tried: they take a second of each rank."""
         return self.wanted() and self._missing()[0] in late_imports.NAMES
 
     def _missing(self) -> list[str]:
-        """Returns what is to be tried next: torch's and our own first, since the rest may fail."""
+        """Return the modules to try next: torch's and mlaunch's first, since the rest may fail."""
         known, standard = (
             [name for name in names if name not in self._given_up]
             for names in (late_imports.missing(), late_imports.missing_standard())
         )
-        # Torch's make each later fork slower (26 to 31 ms for a call of 2 ranks, back to back, and 36 to 40 with
-        # torch._dynamo), so all are imported only where a rank needed them: the first optimizer takes 0.95 s
-        # without, and 0.03 s with.
+        # Torch's make later forks slower (from 26 to 31 ms for a call of 2 ranks in a row, from 36 to 40 with
+        # torch._dynamo), so they wait until a rank has needed them: the first optimizer takes 0.95 s without, 0.03 s
+        # with.
         return known or standard
 
     def begin(self, owned: OwnedFds) -> Child | None:
-        """Forks what tries to import what is missing now, without ``owned``; None if the system refuses."""
+        """Fork a process that tries to import the missing modules; None if the system refuses. It closes ``owned``."""
         self._on_trial, self._begun = self._missing(), time.monotonic()
         parent = os.getpid()
         try:
@@ -87,33 +86,33 @@ class LateImports:
         return Child(pid, os.pidfd_open(pid), None)
 
     def _try_out(self, parent: int, owned: OwnedFds) -> NoReturn:
-        """Ends with status 0 if the import leaves nothing behind that a server must not have."""
+        """Import, and exit with 0 if that leaves nothing behind that a server must not have."""
         code = 1
         try:
             linux.die_with(parent)
             name_process("trial import")
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(_LIMIT)  # nobody waits for it, but nothing else is tried meanwhile
+            signal.alarm(_LIMIT)  # meanwhile nothing else is tried
             owned.close_in_child()
             with contextlib.suppress(OSError):
                 os.nice(_NICE)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what it warns of comes again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the second import repeats its warnings
             before = held()
             self._import()
-            # Threads do not survive a fork, and an open file would be shared by all ranks.
+            # Threads do not survive a fork, and all ranks would share an open file.
             code = int(held() != before)
         finally:
             os._exit(code)
 
     def end(self, status: int) -> None:
-        """Imports the modules here, too, if the trial went well; else gives them up for good."""
-        with contextlib.suppress(Exception, SystemExit):  # what is half there harms nobody, and ranks say what is wrong
+        """Import the modules here if the trial went well; otherwise give them up for ever."""
+        with contextlib.suppress(Exception, SystemExit):  # a half import does no harm, and ranks report the error
             if status == 0:
                 self._import()
                 gc.collect()
                 share()
         gc.enable()
-        # Also what went well: a module that removes itself from sys.modules would be tried for ever.
+        # After a success, too: a module that removes itself from sys.modules would be tried for ever.
         self._given_up.update(self._on_trial)
         self._on_trial = ()
 

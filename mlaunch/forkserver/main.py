@@ -1,14 +1,14 @@
-"""The fork server: imports torch once, then forks an agent per launch and keeps order behind each. ::
+"""The fork server: it imports torch once, forks an agent per launch, and cleans up after each. ::
 
     launcher --StartLaunch: spec, call, socket--> fork server --fork--> agent --fork--> ranks
-       ^ ^--AgentStarted, then Reaped, the last word, on the launch's socket----+
+       ^ ^--AgentStarted, then Reaped, the last record, on the launch's socket--+
        +--all else of the launch, on the same socket: the agent itself
 
     importing --Ready--> serving --20 ms without a launch--> improving, preparing the next launch --> serving
 
 The same code serves as the warm server of a caller, as a fresh interpreter that serves one launch
 (``start_method="spawn"``) and as a fork of the caller that serves one (``"fork"``). It never touches an accelerator,
-runs no user code and has one Python thread, so what is forked from it is clean.
+runs no user code and has one Python thread, so its forks are clean.
 """
 
 from __future__ import annotations
@@ -25,13 +25,11 @@ from mlaunch.base import linux, orphans
 from mlaunch.base.fds import OwnedFds, close_all
 from mlaunch.base.process_name import name_process
 from mlaunch.base.text import both_ends
-from mlaunch.forkserver import imports, preloads
-from mlaunch.forkserver.agents import Launch, begin
+from mlaunch.forkserver import imports
+from mlaunch.forkserver.agents import Launch, NextLaunch, begin
 from mlaunch.forkserver.children import Child, Children
 from mlaunch.forkserver.devices import begin_count
-from mlaunch.forkserver.huge_pages import settle
 from mlaunch.forkserver.late import LateImports
-from mlaunch.forkserver.next_launch import NextLaunch
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel, assert_never
 from mlaunch.protocol.server_messages import (
@@ -48,13 +46,13 @@ from mlaunch.protocol.server_messages import (
 )
 from mlaunch.rank.setup import device
 
-_REASON = 8192  # bytes that a person is shown of why it could not import
+_REASON = 8192  # bytes of the error of an import that a person is shown
 _IDLE = 0.02  # seconds after a launch without another
-_SOON_ENOUGH = 3  # launches without such a pause
+_SOON_ENOUGH = 3  # launches in a row without such a pause
 
 
 def main(control_fd: int, caller: int, preload: Sequence[str] = ()) -> NoReturn:
-    """Serves in a fresh interpreter; ``caller`` is the pid that started it, ``preload`` modules to import too."""
+    """Serve in a fresh interpreter; ``caller`` is the pid that started it, ``preload`` modules to import, too."""
     linux.open_standard_streams()
     linux.die_with_peer(control_fd)
     serve(Channel.adopt(control_fd), caller, preload=preload)
@@ -68,26 +66,26 @@ def serve(
     offered: Ready | None = None,
     caller_fd: int = -1,
 ) -> NoReturn:
-    """Serves until the caller closes its end or dies. ``call`` is what to run in a fork of the caller.
+    """Serve until the caller closes its end or dies. ``call``: the call, in a fork of the caller.
 
-    The standard streams are open. ``offered``: torch is imported, and this is what it offers. ``caller_fd``: the
-    caller's pidfd, if somebody else is our parent.
+    The standard streams are open. ``offered``: what torch offers, if it is imported already. ``caller_fd``: the
+    caller's pidfd, if the caller is not our parent.
     """
     code = 1
     try:
         name_process("fork server", str(caller))
-        # A scheduler sends it to all processes of a job; ours tidy up, and end with the caller. Ranks unblock it.
+        # A scheduler sends it to all processes of a job; this one cleans up and ends with the caller. Ranks unblock it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        # The terminal's, or a scheduler's; the caller decides what they mean. Ranks have the usual ones.
+        # From a terminal or a scheduler: the caller decides what they mean. Ranks get the defaults.
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where the caller ignores it, we could not wait for ours
-        # What an agent leaves as it ends falls to us, as what ranks leave falls to their agent.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would make waiting for children fail
+        # This process adopts what agents leave, as agents adopt what ranks leave.
         linux.adopt_orphans()
-        # SIGCONT as the caller dies: a server that somebody has stopped could not see the caller's end otherwise.
+        # SIGCONT when the caller dies: a stopped server would not notice it.
         linux.wake_with(caller)
         if call is None:
-            os.chdir("/")  # a server that stays must not keep a file system busy
+            os.chdir("/")  # not to keep a file system busy
         _ForkServer(control, caller, call, preload, offered, caller_fd).run()
         code = 0
     except BaseException:
@@ -113,7 +111,7 @@ class _ForkServer:
     late: LateImports = field(default_factory=LateImports)
 
     def __post_init__(self) -> None:
-        self.settled = self.offered is not None  # where torch was imported, by whoever has forked this
+        self.settled = self.offered is not None  # then the zygote has settled
 
     def run(self) -> None:
         try:
@@ -134,7 +132,7 @@ class _ForkServer:
         self.children.outlive_caller()
 
     def _turn(self, ready: Collection[int], caller: int) -> None:
-        """Do what children have given to do, or what a pause is good for."""
+        """React to children, or use a pause."""
         if not ready:
             self._use_pause(caller)
         if self.late.hears(ready):
@@ -145,10 +143,10 @@ class _ForkServer:
             self._count_launch(caller)
 
     def _prepare(self) -> bool:
-        """Import, and say the first word; False if that fails."""
+        """Import, and send the first record; False if that fails."""
         asked: int | None = None
         first: Ready | NotReady
-        # An import looks at nothing, and takes seconds where a disk or a machine is slow.
+        # An import cannot be interrupted, and takes seconds on a slow machine.
         linux.die_with_peer(self.control.fileno())
         try:
             if self.offered is not None:
@@ -157,9 +155,9 @@ class _ForkServer:
             else:
                 first, asked = imports.load(self.preload)
         except (Exception, SystemExit) as error:
-            told = isinstance(error, (device.TooOldError, preloads.PreloadError))
+            told = isinstance(error, (device.TooOldError, imports.PreloadError))
             first = NotReady(str(error) if told else both_ends(traceback.format_exc(), _REASON))
-        linux.outlive_peer(self.control.fileno())  # before the word, after which the caller may send
+        linux.outlive_peer(self.control.fileno())  # before the record, after which the caller may send
         self.control.try_send(first)
         if asked is not None:
             imports.finish(asked, collect=self.call is None)
@@ -170,7 +168,7 @@ class _ForkServer:
         return [caller, *control, *self.late.fds(), *self.children.sources()]
 
     def _timeout(self) -> float | None:
-        """Seconds until it is a pause; None while there is nothing to do in one, or nothing was launched yet."""
+        """Return the seconds until a pause begins; None if there is nothing to do in it, or nothing was launched."""
         idle = (self.launched > 0 or self.next.wanted) and not self.children.busy and not self.retiring
         wanted = not self.settled or self.next.wanted or self.late.wanted()
         soon = self.next.wanted and self.next.soon and not self.retiring
@@ -185,20 +183,18 @@ class _ForkServer:
             self._prepare_next(caller)
 
     def _improve(self, caller: int) -> bool:
-        """Makes later launches faster, in some way that is still open; False if there is none."""
-        # A fork tries first: a driver that wakes here, or a thread, would make all later forks useless.
+        """Make later launches faster, if there is a way left; else False."""
         if self._try_late(caller):
             return True
-        # A fork copies page table entries, 40,000 for torch's heap: on huge pages it takes 1 ms instead of 3.5.
-        if not self.settled:
-            settle()
+        if not self.settled:  # a fork takes 1 ms after it, and 3.5 before
+            imports.settle()
             self.settled = True
-            self.children.dismiss()  # the next agent has what we have by now
+            self.children.dismiss()  # a new agent has it, too
             return True
         return False
 
     def _try_late(self, caller: int) -> bool:
-        """Try what ranks had to import, if there is something, beside the launches that run."""
+        """Try an import that ranks had to do, if there is one, beside running launches."""
         if not self.late.wanted() or self.call is not None or self.retiring:
             return False
         child = self.late.begin(self._owned(caller))
@@ -207,7 +203,7 @@ class _ForkServer:
         return True
 
     def _obey(self, caller: int) -> bool:
-        """Does what the caller asks; False if it is gone."""
+        """Do what the caller asks for; False if it is gone."""
         record, fds = self.control.hear()
         match record:
             case None:
@@ -218,8 +214,8 @@ class _ForkServer:
                 if fds[1:]:
                     self.next.remember(LikeFds(*fds[1:]))
                 self.next.want(fds[0], soon=record.soon)
-                # By the agent of the trial that has just ended: a new one is a fork, 1,700 page faults and an end more,
-                # on cores that the other trials want.
+                # By the agent of the trial that has just ended: a new one costs a fork, 1,700 page faults and an end,
+                # on cores that other trials want.
                 if record.soon and self.next.wanted and self.children.resting and not self.retiring:
                     self._prepare_next(caller)
             case CountDevices():
@@ -236,7 +232,7 @@ class _ForkServer:
         self.next.forget()
         self.children.longest_grace = max(self.children.longest_grace, order.grace_period)
         launch = Launch(own, self.call, more=order.more, directory=order.directory, held=tuple(held))
-        self._launch(launch, caller)  # the agent and its ranks inherit what is held, under the numbers that they have
+        self._launch(launch, caller)  # agent and ranks inherit what is held, under the same numbers
         close_all([*([] if own.call is None else [own.call]), *held])
         self.next.remember(LikeFds(own.spec, own.stdout, own.stderr))
         if following is not None:
@@ -255,11 +251,11 @@ class _ForkServer:
         return OwnedFds(*ours - set(spare))
 
     def _finish(self, child: Child, caller: int) -> None:
-        """Reaps a child and whatever it left, then says its last word."""
+        """Reap a child and all that it left, then send its last record."""
         self.children.remove(child)
         os.close(child.pidfd)
         status = child.reap()
-        # Before the last word: who hears it may count on nothing being left.
+        # Before the last record, which means that nothing is left.
         orphans.end_children(spare={other.pid for other in self.children})
         child.say_last(os.waitstatus_to_exitcode(status))
         if child.is_trial:
@@ -271,7 +267,7 @@ class _ForkServer:
 
     def _count_launch(self, caller: int) -> None:
         self.launched += 1
-        if self.late.wanted_now():  # noted by a rank that did not come to the end of its import
+        if self.late.wanted_now():  # noted by a rank that did not finish its import
             self._try_late(caller)
         if self.launched >= _SOON_ENOUGH and self.call is None and not self.retiring:
             self._improve(caller)

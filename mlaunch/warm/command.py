@@ -1,4 +1,4 @@
-"""``mlaunch warm``: keeps a fork server with torch imported, of which commands and scripts get forks."""
+"""``mlaunch warm``: keep a fork server that has imported torch, for commands and scripts to use forks of."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from mlaunch._version import SCHEMA
 from mlaunch.base.exceptions import LaunchError
 from mlaunch.base.text import in_bytes, in_two_units, shown
 from mlaunch.warm.caller import zygote_upkeep
-from mlaunch.warm.caller.onlookers import onlooker
+from mlaunch.warm.caller.at_hand import duration
 from mlaunch.warm.wire import import_facts
-from mlaunch.warm.wire.durations import duration
 from mlaunch.warm.wire.zygote_messages import ZygoteState
 
 if TYPE_CHECKING:
@@ -120,12 +119,12 @@ def _as_data(here: import_facts.Facts, state: ZygoteState) -> dict[str, Any]:
 
 
 def rows(environ: Mapping[str, str]) -> list[str]:
-    """Say in a line each what is kept."""
+    """Return a line for each kept fork server."""
     return [_row(state) for state in zygote_upkeep.states(environ)]
 
 
 def _row(state: ZygoteState) -> str:
-    """Says in a line what is kept."""
+    """Return a line about a kept fork server."""
     memory = _memory(state.pid)
     left = f"serves {state.serving} now" if state.serving else f"ends in {in_two_units(state.left)}"
     return (
@@ -139,8 +138,8 @@ def _verdict(here: import_facts.Facts, state: ZygoteState) -> list[str]:
 
 
 def _why_not(here: import_facts.Facts, state: ZygoteState) -> list[str]:
-    """Says in lines why it serves none that start here; none if it does."""
-    if watching := onlooker():
+    """Return lines that say why it serves nothing that starts here; none if it does."""
+    if watching := zygote_upkeep.onlooker():
         return [f"serves nothing here: {watching} would not see its forks"]
     if found := import_facts.differences(here, state.facts):
         return ["serves none that start here, since these differ:", *found]
@@ -152,7 +151,7 @@ def _imports(state: ZygoteState) -> str:
 
 
 def _memory(pid: int) -> int:
-    """Returns its bytes of the machine's memory, with its share of what others have as well; 0: not known."""
+    """Return its memory in bytes, with its part of what it shares with others; 0: unknown."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines():
             if line.startswith("Pss:"):

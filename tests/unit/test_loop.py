@@ -208,12 +208,12 @@ INSIDE = {
 # terminal that attaches to ranks: test_engine_parts.py, test_warm.py and test_attaching.py run these. What torch lacks
 # is tried by test_lacking_torch_parts.py, in processes from which its names are taken.
 FRESH = {"mlaunch.engines.member.main", "mlaunch.warm.caller.zygote_upkeep", "mlaunch.warm.wire.zygote_messages"}
-FRESH |= {"mlaunch.debug.rank.visit", "mlaunch.warm.wire.inherited"}
+FRESH |= {"mlaunch.debug.rank.visit"}
 FRESH |= {"mlaunch.leases.caller.remnants"}  # with a library of its own in place of the driver's
 FRESH |= {"mlaunch.profile.member"}  # of a profile on machines: torch's profiler alone takes seconds to import
 FRESH |= {"mlaunch.slow.agent.lookout", "mlaunch.slow.rank", "mlaunch.torch_parts.model_times"}  # which take seconds
 FRESH |= {f"mlaunch.torch_parts.{name}" for name in ("lacking", "recorder")}
-FRESH |= {f"mlaunch.warm.server.{name}" for name in ("takeover", "zygote", "zygote_start")}
+FRESH |= {f"mlaunch.warm.server.{name}" for name in ("zygote", "zygote_start")}
 
 
 def test_every_module_is_in_the_fast_loop(request: pytest.FixtureRequest) -> None:

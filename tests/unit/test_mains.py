@@ -15,7 +15,7 @@ import torch.distributed as dist
 from mlaunch import launcher
 from mlaunch.cli import main
 from mlaunch.compat.caller import server
-from mlaunch.forkserver.huge_pages import settle
+from mlaunch.forkserver.imports import settle
 from mlaunch.rendezvous.address import listen
 from mlaunch.run.rank import script
 

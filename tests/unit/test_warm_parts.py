@@ -24,22 +24,20 @@ from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel
 from mlaunch.rank.setup import process
 from mlaunch.warm.caller import at_hand, zygote_client, zygote_upkeep
-from mlaunch.warm.caller.onlookers import onlooker
 from mlaunch.warm.server.import_record import ImportRecord
 from mlaunch.warm.server.loaded_files import LoadedFiles
 from mlaunch.warm.server.zygote import Zygote, _Visitor
 from mlaunch.warm.wire import import_facts, zygote_place
-from mlaunch.warm.wire.durations import duration
 from mlaunch.warm.wire.zygote_messages import ForkEnded
 from tests.processes import wait_until
 from tests.sandboxes import nothing, said_in_sandbox
 
 
 def test_durations() -> None:
-    assert [duration("--for", text) for text in ("90s", "30m", "1.5h", "2d")] == [90, 1800, 5400, 172800]
+    assert [at_hand.duration("--for", text) for text in ("90s", "30m", "1.5h", "2d")] == [90, 1800, 5400, 172800]
     for text in ("", "30", "m", "-3m", "0s", "3 weeks", "999999d", "1e3s"):
         with pytest.raises(ValueError, match=r"--for .*: allowed: a time with its unit, such as 90s, 30m, 8h or 2d"):
-            duration("--for", text)
+            at_hand.duration("--for", text)
 
 
 def test_facts_that_count_at_an_import() -> None:
@@ -351,7 +349,7 @@ def _watched(name: str) -> str:
         if name and (child := os.fork()):
             os.waitpid(child, 0)
         else:
-            os.write(theirs, onlooker().encode())
+            os.write(theirs, zygote_upkeep.onlooker().encode())
         os._exit(0)
     os.close(theirs)
     os.waitpid(pid, 0)
@@ -368,7 +366,7 @@ def test_whoever_looks_at_what_a_caller_starts_is_seen(
     monkeypatch.setenv("MLAUNCH_DEBUG", "1")
     monkeypatch.delenv("MLAUNCH_WARM", raising=False)
     monkeypatch.setattr(zygote_place, "names", lambda _: [(tmp_path, "key")])
-    monkeypatch.setattr(zygote_client, "onlooker", lambda: "perf (pid 7)")
+    monkeypatch.setattr(zygote_upkeep, "onlooker", lambda: "perf (pid 7)")
     monkeypatch.setattr(zygote_client, "_ask_one_of", None)
     assert at_hand.server({}, Interpreter()) is None
     assert "no warm fork server is used: perf (pid 7) would not see its forks" in capfd.readouterr().err

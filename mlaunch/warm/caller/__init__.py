@@ -1,3 +1,3 @@
-"""A caller that gets its fork server from a zygote, and whoever starts zygotes, looks at them and ends them."""
+"""The caller's side of zygotes: it gets its fork server from one, and starts, inspects and ends them."""
 
 from mlaunch.warm.caller.at_hand import server as server

@@ -1,8 +1,9 @@
-"""Whether there may be a zygote for this process, or one is to be left: most calls find none, and import no more."""
+"""The first look for a zygote, before each process's first call: most find none, and import no more."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -13,9 +14,14 @@ if TYPE_CHECKING:
     from mlaunch.caller.server.fork_server import ForkServer
     from mlaunch.caller.server.start_server import Interpreter
 
+# Times as people write them: ``90s``, ``30m``, ``8h``, ``2d``.
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_LONGEST = 365 * _UNITS["d"]  # more is a typing error
+_FORM = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+
 
 def server(environ: Mapping[str, str], like: Interpreter) -> ForkServer | None:
-    """Return a fork server that the user's zygote has forked for this process; None: none is there that will do.
+    """Return a fork server that the user's zygote has forked for this process; None: there is no suitable one.
 
     ValueError: MLAUNCH_WARM is no time.
     """
@@ -31,13 +37,22 @@ def server(environ: Mapping[str, str], like: Interpreter) -> ForkServer | None:
 
 
 def wish_of(environ: Mapping[str, str]) -> float | None:
-    """Return the seconds of MLAUNCH_WARM; 0: nothing warm is to be used, None: nothing is said. ValueError."""
+    """Return the seconds of MLAUNCH_WARM; 0: use nothing warm; None: not set. ValueError for other texts."""
     text = environ.get(zygote_place.VARIABLE, "")
     if text in {"", "0"}:
         return 0.0 if text else None
-    from mlaunch.warm.wire.durations import duration
-
     try:
         return duration(zygote_place.VARIABLE, text)
     except ValueError as error:
         raise misuse(error) from None
+
+
+def duration(name: str, text: str) -> float:
+    """Return the seconds. ValueError, which names the option or variable, and what is allowed."""
+    found = _FORM.fullmatch(text.strip())
+    # With a unit: "30" might be seconds or minutes.
+    seconds = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    if not 0 < seconds <= _LONGEST:
+        given = f"{name} {text}" if name.startswith("-") else f"{name}={text}"
+        raise ValueError(f"{given}: allowed: a time with its unit, such as 90s, 30m, 8h or 2d")
+    return seconds

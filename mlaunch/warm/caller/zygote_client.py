@@ -1,4 +1,4 @@
-"""Asks a zygote for a fork that becomes this process's own fork server."""
+"""Requests to a zygote for a fork that becomes this process's fork server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from mlaunch.caller.server.start_server import Interpreter, with_huge_heap
 from mlaunch.protocol import settings
 from mlaunch.protocol.channel import Channel
 from mlaunch.warm.caller import zygote_upkeep
-from mlaunch.warm.caller.onlookers import onlooker
 from mlaunch.warm.wire import import_facts, zygote_place
 from mlaunch.warm.wire.zygote_messages import AskFork, CallersProcess, Forked, ForkEnded, NotForked, NotServed
 
@@ -34,23 +33,23 @@ if TYPE_CHECKING:
     from mlaunch.protocol.server_messages import ServerHears, ServerSays
     from mlaunch.warm.wire.zygote_messages import ZygoteHears, ZygoteSays
 
-_PATIENCE = 5.0  # seconds for a fork, which takes 20 ms; a server of our own takes seconds, too
-_LONGEST = 60.0  # seconds behind others that are served first
-_LOOK = 0.1  # seconds between looks whether somebody has stopped it
-_REAP_TIMEOUT = 1.0  # seconds for the word how a fork has ended
+_PATIENCE = 5.0  # seconds for a fork, which takes 20 ms; starting a server takes seconds, too
+_LONGEST = 60.0  # seconds of waiting behind others
+_CHECK = 0.1  # seconds between checks that it is not stopped
+_REAP_TIMEOUT = 1.0  # seconds for the record of how a fork has ended
 
 
 def ask_zygote(
     places: Sequence[tuple[Path, str]], wish: float | None, environ: Mapping[str, str], like: Interpreter
 ) -> ForkServer | None:
-    """Returns a fork server that one of the user's zygotes has forked for this process; None: none will do.
+    """Return a fork server that one of the user's zygotes has forked for this process; None: none is suitable.
 
-    ``places``: where there may be some; ``wish``: the seconds for which one is to be left; None: none is.
+    ``places``: of possible zygotes; ``wish``: start one at exit that stays for so many seconds; None: start none.
     """
     if not _is_this_program(like.executable):
         return None
-    # Their ranks would be no children of what they look at. Nor is one left, which they would look at for hours.
-    if watching := onlooker():
+    # The ranks would not be below the process that it follows. Nor is a zygote left, which it would follow for hours.
+    if watching := zygote_upkeep.onlooker():
         tell_curious(f"no warm fork server is used: {watching} would not see its forks")
         return None
     facts = zygote_upkeep.facts_of(environ)
@@ -61,7 +60,7 @@ def ask_zygote(
 
 
 def _is_this_program(executable: str) -> bool:
-    """Tells whether it is this interpreter. By where it stands it finds its virtual environment."""
+    """True if it is this interpreter. Its directory counts: there it finds its virtual environment."""
     found, ours = shutil.which(executable) or executable, sys.executable
     beside = os.path.realpath(os.path.dirname(os.path.abspath(found)))
     return os.path.realpath(found) == os.path.realpath(ours) and beside == os.path.realpath(os.path.dirname(ours))
@@ -70,7 +69,7 @@ def _is_this_program(executable: str) -> bool:
 def _ask_one_of(
     places: Sequence[tuple[Path, str]], facts: import_facts.Facts, environ: Mapping[str, str], like: Interpreter
 ) -> ForkServer | None:
-    """Asks the one for these facts, if there is one."""
+    """Ask the zygote with these facts, if there is one."""
     key = import_facts.key_of(facts)
     for directory, found in places:
         if found == key:
@@ -100,7 +99,7 @@ def _ask(
         try:
             _send(zygote, theirs, environ, like)
         finally:
-            # With a copy here, the channel of a fork that dies would never be at its end.
+            # With a copy here, the channel would not end when the fork dies.
             theirs.close()
         answer, fds = _answer(zygote, pid)
         if isinstance(answer, Forked):
@@ -147,10 +146,10 @@ def _send(
 
 
 def _answer(zygote: Channel[ZygoteSays, ZygoteHears], pid: int) -> tuple[object, list[int]]:
-    """Return what it says, and descriptors. One that is stopped, or hangs, is ended; not one that serves others."""
+    """Return its answer and descriptors. Kill one that is stopped or hangs, but not one that serves others."""
     begun = time.monotonic()
     end, worked = begun + _PATIENCE, linux.worked(pid)
-    while not interrupts.wait_readable([zygote.fileno()], _LOOK):
+    while not interrupts.wait_readable([zygote.fileno()], _CHECK):
         if linux.is_stopped(pid) or (time.monotonic() > end and linux.worked(pid) == worked):
             zygote_upkeep.kill(zygote, pid)
             return "it does not answer (was it stopped?) and was killed", []
@@ -167,7 +166,7 @@ def _answer(zygote: Channel[ZygoteSays, ZygoteHears], pid: int) -> tuple[object,
 
 
 class _Fork:
-    """A fork server whose parent is the zygote, which tells how it has ended."""
+    """A fork server whose parent is the zygote, which reports how it has ended."""
 
     def __init__(self, zygote: Channel[ZygoteSays, ZygoteHears], pidfd: int) -> None:
         self._zygote = zygote
@@ -176,14 +175,14 @@ class _Fork:
         _forks.add(self)
 
     def wait(self, seconds: float) -> int | None:
-        """Returns its exit code, or None if it lives on."""
+        """Return its exit code, or None if it is still running."""
         if self._exitcode is None and (not self._pidfd.intact() or linux.wait_readable([self._pidfd.fd], seconds)):
             self._exitcode = self._hear()
             self.forget()
         return self._exitcode
 
     def _hear(self) -> int:
-        """Returns how it has ended; 0 if nobody tells, since the zygote is gone."""
+        """Return its exit code; 0 if the zygote is gone, too."""
         with contextlib.suppress(OSError, EOFError):
             if self._zygote.intact() and linux.wait_readable([self._zygote.fileno()], _REAP_TIMEOUT):
                 record, _ = self._zygote.receive()
@@ -192,12 +191,12 @@ class _Fork:
         return 0
 
     def kill(self) -> None:
-        """Ends it at once."""
+        """Kill the fork."""
         if self._pidfd.intact():
             signal.pidfd_send_signal(self._pidfd.fd, signal.SIGKILL)
 
     def forget(self) -> None:
-        """Lets go of it, as a fork of this process does, which has no right to it."""
+        """Close the descriptors, as a fork of this process does, which must not use them."""
         self._pidfd.close()
         self._zygote.close()
 

@@ -1,4 +1,4 @@
-"""Starts zygotes, looks at them, ends them."""
+"""The upkeep of zygotes: start, status, lifetime, end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from mlaunch.base import linux
-from mlaunch.base.confinement import confinement, is_filtered
+from mlaunch.base.confinement import confinement, is_filtered, read
 from mlaunch.base.exceptions import LaunchError, describe_exit
 from mlaunch.base.log import is_curious, tell_curious
 from mlaunch.base.peer_process import peer_process, pidfd_of_peer, rights_lacking_to_peer
@@ -33,13 +33,16 @@ if TYPE_CHECKING:
 
 _BOOTSTRAP = "from mlaunch.warm.server.zygote_start import main; main({}, {}, {!r}, {}, {}, awaited={})"
 _ANSWER_TIMEOUT = 5.0  # seconds
-_IMPORT_TIMEOUT = 300.0  # seconds, from a slow disk, with what the user wants besides
+_IMPORT_TIMEOUT = 300.0  # seconds, from a slow disk, with the user's modules
 _START_TIMEOUT = 60.0  # seconds for another start to end
 _END_TIMEOUT = 10.0  # seconds
+# The kernel names tracers; these programs follow what their child starts.
+_NAMES = {"perf", "py-spy", "nsys", "ncu", "rr", "vtune", "uftrace", "valgrind", "strace", "ltrace", "gdb", "samply"}
+_PARENT = 1  # behind the name and the state in /proc/PID/stat
 
 
 def tell_of_end(pid: int, reason: str) -> None:
-    """Say, once, why later commands start alone: to those who will not leave another one as they end."""
+    """Print why the zygote ends, unless details are printed anyway, or another one will be left."""
     if not is_curious() and not os.environ.get(zygote_place.VARIABLE):
         with contextlib.suppress(OSError, AttributeError):
             again = "start another with mlaunch warm"
@@ -47,24 +50,24 @@ def tell_of_end(pid: int, reason: str) -> None:
 
 
 def key_of(environ: Mapping[str, str]) -> str:
-    """Returns the key of the zygote whose forks can serve this process."""
+    """Return the key of the zygote whose forks can serve this process."""
     return import_facts.key_of(facts_of(environ))
 
 
 def facts_of(environ: Mapping[str, str]) -> import_facts.Facts:
-    """Returns what counts for that."""
+    """Return this process's facts, which decide that."""
     return import_facts.of_this_process(with_huge_heap(environ))
 
 
 def states(environ: Mapping[str, str], *, facts: bool = False) -> list[ZygoteState]:
-    """Returns the states of all zygotes of this user. One that does not answer is left out."""
+    """Return the states of this user's zygotes, without those that do not answer."""
     asked = AskZygote(facts, tuple(sys.path), import_facts.hashed(environ)) if facts else AskZygote()
     answers = (_converse(directory, key, asked) for directory, key in zygote_place.names(environ))
     return [answer for answer in answers if answer is not None]
 
 
 def keep(environ: Mapping[str, str], key: str, seconds: float | None) -> ZygoteState | None:
-    """Lets the zygote of this key stay so long after its last use (None: as before); None if there is none."""
+    """Set how long the zygote of this key stays after its last use (None: unchanged); return its state, if any."""
     record = AskZygote() if seconds is None else KeepZygote(seconds)
     for directory, found in zygote_place.names(environ):
         if found == key and (state := _converse(directory, key, record)) is not None:
@@ -78,7 +81,7 @@ def _converse(directory: Path, key: str, record: ZygoteHears) -> ZygoteState | N
         return None
     channel: Channel[ZygoteSays, ZygoteHears] = Channel(connection)
     with contextlib.closing(channel), contextlib.suppress(OSError, EOFError):
-        # Its answer is unpickled here, so it must not come out of a sandbox. That it serves others is all right.
+        # Its answer is unpickled here, so it must not come out of a sandbox.
         if lacking := rights_lacking_to_peer(connection):
             tell_curious(f"the warm fork server (pid {peer_process(connection)[0]}) is not asked: {lacking}")
             return None
@@ -92,18 +95,18 @@ def _converse(directory: Path, key: str, record: ZygoteHears) -> ZygoteState | N
 
 
 def end_all(environ: Mapping[str, str]) -> list[int]:
-    """Ends all zygotes of this user; returns their pids. One that is stopped, or hangs, is killed."""
+    """End this user's zygotes; return their pids. One that is stopped or hangs is killed."""
     ended = []
     for directory, key in zygote_place.names(environ):
         connection = zygote_place.connect(directory, key)
         if connection is not None:
-            with connection, contextlib.suppress(OSError):  # it has ended, or is of another namespace
+            with connection, contextlib.suppress(OSError):  # it has ended, or is in another namespace
                 ended.append(_end(connection))
     return ended
 
 
 def _end(connection: socket.socket) -> int:
-    """End the one at the other end, and wait until it has ended; return its pid. OSError: this process may not."""
+    """End the zygote at the other end, and wait for that; return its pid. OSError: this process may not."""
     pid, _ = peer_process(connection)
     pidfd = pidfd_of_peer(connection)
     try:
@@ -119,10 +122,10 @@ def _end(connection: socket.socket) -> int:
 
 
 def kill(channel: Channel[ZygoteSays, ZygoteHears], pid: int) -> None:
-    """Kills what is at the other end of a channel, if it is still there: else the number may be another's."""
+    """Kill the process at the other end of a channel, if it is still there."""
     with contextlib.suppress(ProcessLookupError):
         pidfd = os.pidfd_open(pid)
-        # The channel would be at its end if that process were gone, and the pidfd be of another one.
+        # At the end of the channel, the pidfd could be another process's.
         if not linux.wait_readable([channel.fileno()], 0.0):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             linux.wait_readable([pidfd], _END_TIMEOUT)
@@ -130,7 +133,7 @@ def kill(channel: Channel[ZygoteSays, ZygoteHears], pid: int) -> None:
 
 
 def why_none(facts: import_facts.Facts) -> list[str]:
-    """Says of each zygote why none of its forks would do for a process of these facts."""
+    """Return, for each zygote, why its forks are not suitable for a process of these facts."""
     found = []
     for state in states(os.environ, facts=True):
         found += [f"the warm fork server (pid {state.pid}) imported torch under other circumstances:"]
@@ -139,11 +142,11 @@ def why_none(facts: import_facts.Facts) -> list[str]:
 
 
 def begin(environ: Mapping[str, str], seconds: float, preload: Sequence[str]) -> ZygoteState:
-    """Starts one and waits until it is there; if another start was faster, returns what that has left.
+    """Start a zygote and wait until it is ready; if another start was faster, return that one's state.
 
     Raises:
         OSError: The runtime directory cannot be used.
-        LaunchError: Something cannot be imported, or none would serve anybody here.
+        LaunchError: A module cannot be imported, or the zygote would refuse all processes here.
     """
     if would_serve_nobody(environ):
         raise LaunchError(
@@ -164,7 +167,7 @@ def begin(environ: Mapping[str, str], seconds: float, preload: Sequence[str]) ->
 
 
 def would_serve_nobody(environ: Mapping[str, str]) -> bool:
-    """True if what this process started would refuse all that are confined as it is."""
+    """True if a zygote of this process would refuse all processes with the same confinement."""
     with contextlib.suppress(OSError):
         return is_filtered(confinement()) and not import_facts.shares_sandbox(environ)
     return True
@@ -194,27 +197,27 @@ def _start(
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     code = _BOOTSTRAP.format(theirs.fileno(), lock, str(directory), seconds, tuple(preload), awaited)
     kept = import_facts.environ_to_keep(environ)
-    # What modules may read while they are imported, and only so long: not in /proc/PID/environ, where all forks of a
-    # process that stays for hours would have the secrets of the shell that started it.
+    # Variables that modules may read while they are imported, and no longer: in /proc/PID/environ, all forks would have
+    # the secrets of the shell for hours.
     rest = {name: value for name, value in environ.items() if name not in kept and name != token.VARIABLE}
     with in_memfds([("environ", rest if preload else {})]) as (passed,), not_followed():
         process = subprocess.Popen(
             [sys.executable, *flags, "-c", code, "mlaunch-fork-server"],
             env=with_huge_heap(kept),
-            cwd="/",  # it would keep a file system from being unmounted
+            cwd="/",  # else a file system could not be unmounted
             stdin=passed,
             stdout=subprocess.DEVNULL,
-            # One that is left imports when its starter has ended, whose reader (`| tee`) waits for the stream's end.
+            # One that is left imports after its starter's end; a reader (`| tee`) waits for the end of the stream.
             stderr=None if awaited else subprocess.DEVNULL,
             pass_fds=[theirs.fileno(), lock],
-            start_new_session=True,  # away from the terminal, whose Ctrl-C and hang-up it survives
+            start_new_session=True,  # to survive the terminal's Ctrl-C and hang-up
         )
     theirs.close()
     return process, ours
 
 
 def _status_of(process: subprocess.Popen[bytes]) -> int:
-    """Return how the interpreter ended that forks the server; one that a debugger or a stop holds up is killed."""
+    """Return the exit code of the interpreter that forks the zygote; kill it if a debugger or SIGSTOP holds it up."""
     try:
         return process.wait(_IMPORT_TIMEOUT)
     except subprocess.TimeoutExpired:
@@ -237,7 +240,7 @@ def _hear(word: Channel[ZygoteSays, ZygoteHears]) -> ZygoteState:
 
 
 def leave_one(environ: Mapping[str, str], seconds: float, preload: Sequence[str]) -> None:
-    """Lets this process start a zygote as it ends, when that holds nothing up any more."""
+    """Start a zygote when this process ends, and no longer waits for anything."""
     if not _left:
         atexit.register(_leave)
     _left[:] = [(os.getpid(), dict(environ), seconds, tuple(preload))]
@@ -245,15 +248,33 @@ def leave_one(environ: Mapping[str, str], seconds: float, preload: Sequence[str]
 
 def _leave() -> None:
     pid, environ, seconds, preload = _left[0]
-    if pid != os.getpid() or would_serve_nobody(environ):  # a fork that ends as its parent would
+    if pid != os.getpid() or would_serve_nobody(environ):  # a fork, which ends as its parent would
         return
     with contextlib.suppress(OSError):
         directory = _directory(environ)
         with zygote_place.locked(directory) as lock:
             if keep(environ, key_of(environ), None) is None:
                 process, word = _start(environ, seconds, preload, directory, lock, awaited=False)
-                process.returncode = 0  # whoever is its parent then reaps it
+                process.returncode = 0  # its next parent reaps it
                 word.close()
 
 
 _left: list[tuple[int, dict[str, str], float, tuple[str, ...]]] = []
+
+
+def onlooker() -> str:
+    """Return the debugger or profiler that follows this process to its children, "strace (pid 7)"; "": none.
+
+    It would not see a fork of another process.
+    """
+    with contextlib.suppress(OSError, ValueError):  # no /proc, or a process that is not shown
+        tracer = next((row.split()[1] for row in read("/proc/self/status").splitlines() if "TracerPid" in row), "0")
+        if tracer != "0":
+            return f"{read(f'/proc/{tracer}/comm').strip()} (pid {tracer})"
+        pid = os.getppid()
+        while pid > 1:
+            name, _, rest = read(f"/proc/{pid}/stat").partition("(")[2].rpartition(")")
+            if name.partition("_")[0] in _NAMES:  # Debian's perf has the kernel's version behind its name
+                return f"{name} (pid {pid})"
+            pid = int(rest.split()[_PARENT])
+    return ""

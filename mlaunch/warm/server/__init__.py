@@ -1,1 +1,1 @@
-"""The zygote's own process, and how a fork of it becomes a caller's fork server."""
+"""The zygote's process, and its forks, which become callers' fork servers."""

@@ -1,4 +1,4 @@
-"""What imports look for in vain, read of the environment, and draw at random: that much a fork has of their time."""
+"""A record of imports: missing modules, variables read, random numbers drawn. Forks inherit these results."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ _Path = tuple[str, ...] | None  # where a part of a package is looked for; None:
 _MAPPINGS = {"os", "_collections_abc", "collections.abc"}  # the code of os.environ
 _SOURCES = {"os", "random", "secrets", "uuid"}
 _IMPORTERS = "importlib."
-_DRAWN_AFRESH = ("numpy.random", "multiprocessing")  # by each fork
-_AT_START = ("sitecustomize", "usercustomize")  # which every interpreter looks for
+_DRAWN_AFRESH = ("numpy.random", "multiprocessing")  # each fork draws again
+_AT_START = ("sitecustomize", "usercustomize")  # every interpreter looks for these
 
 
 @dataclass
 class ImportRecord:
-    """What the imports of this process have done.
+    """Effects of the imports of this process.
 
     Attributes:
-        read: Variables that were read, with what they were, maybe at several times; None: not set.
-        drawn: Modules that have drawn random numbers, with what they have called.
-        finders: What was added to ``sys.meta_path`` and ``sys.path_hooks``.
+        read: Variables that were read, each with its values at those times; None: not set.
+        drawn: Modules that have drawn random numbers, with the functions that they have called.
+        finders: Additions to ``sys.meta_path`` and ``sys.path_hooks``.
     """
 
     read: dict[str, set[str | None]] = field(default_factory=dict)
     drawn: dict[str, str] = field(default_factory=dict)
     finders: list[str] = field(default_factory=list)
     _tried: dict[str, _Path] = field(default_factory=dict)
-    _copying: set[tuple[object, int]] = field(default_factory=set)  # lines that go through all variables
+    _copying: set[tuple[object, int]] = field(default_factory=set)  # lines that iterate over all variables
 
     @property
     def missed(self) -> dict[str, _Path]:
-        """The modules that were looked for and are not there, with where."""
+        """The modules that were looked for and not found, with the places."""
         tried: dict[str, _Path] = dict.fromkeys(_AT_START) | self._tried
         return {name: path for name, path in tried.items() if name not in sys.modules}
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Note, of the imports inside, what they look for, read, and add to the finders."""
+        """Note which modules and variables the imports inside look for, and which finders they add."""
         finder, before = _Notes(self._tried), dict(os.environ)
         known = [*sys.meta_path, *sys.path_hooks]
         sys.meta_path.insert(0, finder)
@@ -69,12 +69,12 @@ class ImportRecord:
         return note
 
     def _note_all(self, _environ: Any) -> None:
-        # Whoever copies the environment, or goes through it for a prefix, wants none of them by name.
+        # Code that copies the environment, or searches it for a prefix, depends on no variable by name.
         self._copying.add(_line_of(sys._getframe(2)))
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
-        """Note, of the imports inside, what they draw that differs from one process to the next."""
+        """Note random numbers that the imports inside draw, and that would differ between processes."""
 
         def note(*_: Any, **__: Any) -> None:
             by, called = _importer(sys._getframe(1))
@@ -93,12 +93,12 @@ class ImportRecord:
         ):
             ours = os.urandom
             yield
-        for module in list(sys.modules.values()):  # who has it by name keeps no wrapper of ours
+        for module in list(sys.modules.values()):  # imported by name: restore the original
             for name in [name for name, value in list(vars(module).items()) if value is ours]:
                 setattr(module, name, urandom)
 
     def notes(self) -> tuple[str, ...]:
-        """Say what a person should know of the preloaded modules."""
+        """Return notes for people about the preloaded modules."""
         drawn = [
             f"{module} has drawn random numbers as it was imported ({called}): all ranks of all commands have the same"
             for module, called in self.drawn.items()
@@ -108,9 +108,9 @@ class ImportRecord:
         return (*drawn, *found)
 
     def why_others(self, variables: bytes) -> str:
-        """Say what imports have read that is otherwise for a caller of these variables; "": nothing.
+        """Return the variable that imports have read, and that differs for a caller; "": none.
 
-        ``variables``: as ``import_facts.hashed`` gives them.
+        ``variables``: the caller's, as ``import_facts.hashed`` returns them.
         """
         theirs = import_facts.Hashes(variables)
         for name, values in sorted(self.read.items()):
@@ -122,7 +122,7 @@ class ImportRecord:
 
 
 class _Notes:
-    """Finds nothing, and notes what was looked for."""
+    """A finder that finds nothing, and notes the modules that are looked for."""
 
     def __init__(self, tried: dict[str, _Path]) -> None:
         self._tried = tried
@@ -147,7 +147,7 @@ def _watched(owner: Any, name: str, note: Callable[..., None]) -> Iterator[None]
 
 
 def _importer(frame: FrameType | None) -> tuple[str, str]:
-    """Return the module whose code has drawn, and what it has called."""
+    """Return the module that has drawn, and the function that it has called."""
     called = "os.urandom"
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
@@ -161,7 +161,7 @@ def _importer(frame: FrameType | None) -> tuple[str, str]:
 
 
 def _line_of(frame: FrameType) -> tuple[object, int]:
-    """Return the line that uses the environment: not those of the classes that are beneath it."""
+    """Return the line that uses the environment, above those of the classes of ``os.environ``."""
     while frame.f_back is not None and frame.f_globals.get("__name__") in _MAPPINGS:
         frame = frame.f_back
     return frame.f_code, frame.f_lineno

@@ -1,4 +1,4 @@
-"""The files that a zygote has imported: whether they are still the same, and whether a caller would find others."""
+"""The files that a zygote has imported: have they changed, and would a caller import others?"""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from dataclasses import dataclass, field
 from mlaunch.warm.wire import import_facts
 
 _Stamp = tuple[int, int, int]
-# Directories whose .pth files an interpreter reads as it starts. (Elsewhere .pth are what people keep of a training.)
+# Directories whose .pth files an interpreter reads as it starts. (Elsewhere .pth files are checkpoints.)
 _SITES = {"site-packages", "dist-packages"}
 
 
 class LoadedFiles:
-    """Notes what this process has imported by now, and where it looks for modules.
+    """The files of the modules that this process has imported, and the places where it looks for modules.
 
-    ``missed``: modules that imports have looked for in vain, with where; None: on ``sys.path``.
+    ``missed``: modules that imports did not find, with the places; None: ``sys.path``.
     """
 
     def __init__(self, missed: Mapping[str, Sequence[str] | None] | None = None) -> None:
         missed = missed or {}
         self._base = list(sys.path)
         self._files = {name: file for name, file in _files() if os.path.isabs(file)}
-        # Looked at before each fork: 1,200 files take 4 ms.
+        # Checked before each fork: 1,200 files take 4 ms.
         self._stamps = {file: _stamp(file) for file in self._files.values()}
         self._missed = {name.partition(".")[0] for name, path in missed.items() if path is None}
         self._tops = {name.partition(".")[0] for name in sys.modules} - set(sys.builtin_module_names)
@@ -37,16 +37,16 @@ class LoadedFiles:
         self._places = [_SearchedPlace(directory, names, self._tops) for directory, names in wanted.items()]
 
     def changed(self) -> str:
-        """Say what is not what it was: the first file, or place where modules are looked for; "": nothing is."""
+        """Return the first change of a file, or of a place where modules are looked for; "": there is none."""
         for file, stamp in self._stamps.items():
             if _stamp(file) != stamp:
                 return f"{file} has changed since it was imported"
         return next(filter(None, (place.changed() for place in self._places)), "")
 
     def why_others(self, path: Sequence[str]) -> str:
-        """Says why a process with this ``sys.path`` might import others under our names; "": it would not.
+        """Return why a process with this ``sys.path`` might import other files for our modules; "": it would not.
 
-        Its own entries, such as the directory of its script, may have modules of any name but those.
+        Its own entries, such as the directory of its script, may have modules of any other name.
         """
         more, lacking = import_facts.foreign_entries(path, self._base)
         if lacking:
@@ -54,7 +54,7 @@ class LoadedFiles:
         return next(filter(None, (self._why_not_beside(os.path.abspath(entry)) for entry in more)), "")
 
     def _why_not_beside(self, directory: str) -> str:
-        # A zip may hold anything, and to look into each costs more than the fork.
+        # A zip may hold any module, and listing it costs more than the fork.
         if os.path.isfile(directory):
             return f"its sys.path has the archive {directory}"
         found = _listed(directory)
@@ -70,24 +70,24 @@ class LoadedFiles:
 
 @dataclass
 class _SearchedPlace:
-    """A directory in which modules are looked for: of its contents counts what makes imports come out otherwise.
+    """A directory in which modules are looked for, and those of its contents that decide what is imported.
 
-    ``names``: of modules that were found, or missed; ``tops``: of packages that may ask for entry points.
+    ``names``: of modules that were found, or missed; ``tops``: of packages that may use entry points.
     """
 
     directory: str
     names: set[str]
     tops: set[str]
-    _known: dict[str, bool] = field(default_factory=dict)  # of distributions: whether their entry points count
+    _known: dict[str, bool] = field(default_factory=dict)  # by distribution: True if its entry points count
 
     def __post_init__(self) -> None:
         self._stamp, self._found = _stamp(self.directory), self._look()
         self._pth = _pth_files(self.directory)
 
     def changed(self) -> str:
-        """Say what has come, gone or changed here that counts; "": nothing has."""
+        """Return what has come, gone or changed here, and counts; "": nothing."""
         stamp = _stamp(self.directory)
-        # A file that is written to leaves its directory's time as it is.
+        # Writing to a file does not change its directory's time.
         files = _pth_files(self.directory) if stamp != self._stamp else {file: _stamp(file) for file in self._pth}
         if files != self._pth:
             file = min(file for file in files.keys() | self._pth.keys() if files.get(file) != self._pth.get(file))
@@ -105,7 +105,7 @@ class _SearchedPlace:
         found: dict[str, _Stamp | None] = dict.fromkeys(name for name in entries if self._is_plugin(name))
         for name in _listed(self.directory) & set(self.names):
             path = os.path.join(self.directory, name)
-            # One that was found and could not be imported may be another by now. Of others the files are looked at.
+            # A module that was found, but could not be imported, may have changed. Of others the files are checked.
             found[name] = None if name in sys.modules else _stamp(path) or _stamp(f"{path}.py")
         return found
 
@@ -135,8 +135,7 @@ def _files() -> list[tuple[str, str]]:
 def _stamp(file: str) -> _Stamp | None:
     with contextlib.suppress(OSError):
         status = os.stat(file)
-        # The number of the file, too: installers put a new file in the place of the old one, often with an older
-        # time.
+        # The inode, too: installers replace a file by a new one, often with an older time.
         return status.st_mtime_ns, status.st_size, status.st_ino
     return None
 
@@ -155,7 +154,7 @@ def _pth_files(directory: str) -> dict[str, _Stamp | None]:
 
 
 def _listed(directory: str) -> set[str]:
-    """Names what can be imported from a directory; no namespace packages, before which all others go."""
+    """Return names that can be imported from a directory, without namespace packages, which come last."""
     found = set()
     for name in _entries(directory):
         stem, _, suffix = name.partition(".")

@@ -1,19 +1,22 @@
-"""The zygote: a fork server that nobody has used, stays without a caller, and forks one for each that asks.
+"""The zygote: an unused fork server without a caller, which forks one for each caller that asks.
 
 It imports torch and serves no launch itself. Its forks take over their caller's surroundings and end with the caller,
-as a fork server that the caller has started; nothing of one is there for the next. It ends by itself some time after
-its last fork has, when it is asked to, when memory is short, and when a file that it has imported, or the name of its
-socket, is no more what it was.
+like a fork server that the caller has started; they leave nothing for the next. It ends some time after its last fork
+has ended, on request, when memory is short, and when a file that it has imported, or the name of its socket, has
+changed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import multiprocessing
 import os
 import signal
 import socket
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -23,16 +26,17 @@ from mlaunch.base.confinement import is_filtered
 from mlaunch.base.fds import close_all
 from mlaunch.base.peer_process import differences_to_peer, is_this_user
 from mlaunch.forkserver.main import serve
-from mlaunch.protocol import payload
+from mlaunch.protocol import payload, settings
 from mlaunch.protocol.channel import Channel, assert_never
 from mlaunch.protocol.server_messages import Ready
+from mlaunch.rank.setup import process
 from mlaunch.warm.server.import_record import ImportRecord
 from mlaunch.warm.server.loaded_files import LoadedFiles
-from mlaunch.warm.server.takeover import take_over
 from mlaunch.warm.wire import import_facts, zygote_place
 from mlaunch.warm.wire.zygote_messages import (
     AskFork,
     AskZygote,
+    CallersProcess,
     Forked,
     ForkEnded,
     KeepZygote,
@@ -44,14 +48,16 @@ from mlaunch.warm.wire.zygote_messages import (
 if TYPE_CHECKING:
     from mlaunch.warm.wire.zygote_messages import ZygoteHears, ZygoteSays
 
-_LOOK = 30.0  # seconds between looks at the memory of the machine
+_CHECK = 30.0  # seconds between checks of the machine's memory
+_PYTHONS = {signal.SIGPIPE, signal.SIGXFSZ}  # each interpreter ignores these
+_KEY_SIZE = 32  # bytes of multiprocessing's key
 
 
 @dataclass
 class _Visitor:
     """A process that has connected.
 
-    ``refusal``: why nothing is read of what it sends; "": it is served. ``pid``: its fork; 0: it has asked for none.
+    ``refusal``: why nothing that it sends is read; "": it is served. ``pid``: its fork; 0: it has none.
     """
 
     channel: Channel[ZygoteHears, ZygoteSays]
@@ -60,13 +66,13 @@ class _Visitor:
     pidfd: int = -1
 
     def fds(self) -> list[int]:
-        """Returns what can be read when there is news."""
+        """Return descriptors that can be read when there is news."""
         return [fd for fd in (self.channel.fileno(), self.pidfd) if fd >= 0]
 
 
 @dataclass
 class Zygote:
-    """``facts``: what counted at its import; ``directory`` and ``key``: its place."""
+    """The zygote. ``facts``: those at its import; ``directory`` and ``key``: the place of its socket."""
 
     offered: Ready
     preload: tuple[str, ...]
@@ -83,20 +89,20 @@ class Zygote:
     ending: bool = False
 
     def open(self) -> None:
-        """Listens; under the lock of the place."""
+        """Listen. Called under the lock of the place."""
         self._listener, self._inode = zygote_place.listen(self.directory, self.key)
         self._removals = linux.watch_removals(str(self.directory))
 
     def run(self) -> None:
-        """Serves until it is to end."""
+        """Serve until it is to end."""
         try:
             while not self.ending and self._left() > 0:
-                self._turn(linux.wait_readable(self._sources(), min(self._left(), _LOOK)))
+                self._turn(linux.wait_readable(self._sources(), min(self._left(), _CHECK)))
         finally:
             zygote_place.remove(self.directory, self.key, self._inode)
 
     def state(self, *, facts: bool = False, refusal: str = "") -> ZygoteState:
-        """Tells of itself."""
+        """Return its state."""
         return ZygoteState(
             pid=os.getpid(),
             preload=self.preload,
@@ -121,15 +127,15 @@ class Zygote:
 
     def _turn(self, ready: list[int]) -> None:
         if not ready:
-            # Half a gigabyte that nobody uses is the first thing to give back.
+            # It is half a gigabyte that may not be in use.
             self.ending = linux.memory_is_short()
         if self._removals in ready:
             linux.take_removals(self._removals)
         if not ready or self._removals in ready:
-            # Without its name nobody finds it: it would stay, unseen, until its time is over.
+            # Without its name, it cannot be found, and would stay until its time is over.
             self.ending |= not zygote_place.is_there(self.directory, self.key, self._inode)
         for visitor in list(self.visitors):
-            # The end before what was said: a visitor whose fork has ended is told that, and has nothing else to ask.
+            # The fork's end first: then its visitor has nothing else to ask.
             if visitor.pidfd >= 0 and visitor.pidfd in ready:
                 self._reap(visitor)
             elif visitor.channel.fileno() in ready:
@@ -140,18 +146,18 @@ class Zygote:
     def _accept(self) -> None:
         with contextlib.suppress(BlockingIOError):
             connection, _ = self._listener.accept()
-            # The directory is this user's, but root and who has the descriptor can connect all the same.
+            # The directory is this user's, but root can connect, and a process that has its descriptor.
             if is_this_user(connection):
-                # Before anything is read: the user's number says nothing of a container, or of a sandbox.
+                # Before anything is read: the user's number does not show a container or a sandbox.
                 self.visitors.append(_Visitor(Channel(connection), self._why_not(connection)))
             else:
                 connection.close()
 
     def _why_not(self, connection: socket.socket) -> str:
-        """Return why who has connected is not served; "": he is."""
+        """Return why the process that has connected is not served; "": it is."""
         if differences := differences_to_peer(connection, self.facts):
             return differences
-        # Of two that have these, one may be in a Landlock domain, or have another filter: no file in /proc says so.
+        # Of two processes with these, one may be in a Landlock domain, or have another filter: /proc does not show it.
         if is_filtered(self.facts) and not import_facts.shares_sandbox(os.environ):
             return f"it has no_new_privs or a seccomp filter, and {import_facts.SANDBOX}=1 is not set"
         return ""
@@ -178,13 +184,13 @@ class Zygote:
                 assert_never(record)
 
     def _refuse(self, visitor: _Visitor) -> None:
-        # Taken from the queue and not looked at, nor the descriptors beside it.
+        # One byte takes the record from the queue, unread, without its descriptors.
         if os.read(visitor.channel.fileno(), 1):
             visitor.channel.try_send(NotServed(visitor.refusal, self.state(facts=True)))
         self._lose(visitor)
 
     def _lose(self, visitor: _Visitor) -> None:
-        """Takes in that somebody is gone. A fork that was stopped hears it, too, once it goes on."""
+        """Drop a visitor that is gone. Its fork, which may be stopped, is continued to notice it."""
         visitor.channel.close()
         if visitor.pidfd >= 0:
             signal.pidfd_send_signal(visitor.pidfd, signal.SIGCONT)
@@ -203,11 +209,11 @@ class Zygote:
     def _fork(self, visitor: _Visitor, asked: AskFork, fds: list[int]) -> None:
         try:
             refusal = self.files.changed()
-            # Not imported anew: half of a new version would be there, beside half of the old one.
+            # Not reloaded: half of a new version would be beside half of the old one.
             self.ending = bool(refusal)
             refusal = refusal or self._refusal(asked)
-            # A server for each caller, not an agent: a fork server has state (late imports, what is prepared,
-            # descriptors), of which nothing may be there for the next caller.
+            # A server for each caller, not an agent: a fork server has state (late imports, a prepared launch,
+            # descriptors), which the next caller must not get.
             pid = 0 if refusal else os.fork()
         except OSError as error:
             refusal = str(error)
@@ -220,12 +226,11 @@ class Zygote:
         close_all(fds)
         visitor.pid, visitor.pidfd = pid, os.pidfd_open(pid)
         self.served += 1
-        # A fork cannot be the caller's child, so the caller gets a pidfd to watch it by; how it ended comes over this
-        # channel.
+        # The fork is not the caller's child, so the caller gets a pidfd, and its exit code over this channel.
         visitor.channel.try_send(Forked(pid), [visitor.pidfd])
 
     def _refusal(self, asked: AskFork | AskZygote) -> str:
-        """Says why it has no fork that would do; "" if it has."""
+        """Return why its forks are not suitable; "": they are."""
         return self.record.why_others(asked.variables) or self.files.why_others(asked.path)
 
     def _become_server(self, asked: AskFork, fds: list[int]) -> NoReturn:
@@ -236,7 +241,46 @@ class Zygote:
             memfd, control, caller_fd, stdin, stderr = fds
             caller = payload.read(memfd)
             os.close(memfd)
-            take_over(caller, asked.path, stdin, stderr)
+            _take_over(caller, asked.path, stdin, stderr)
         except BaseException:
             os._exit(1)
         serve(Channel.adopt(control), caller.caller, None, asked.preload, self.offered, caller_fd)
+
+
+def _take_over(caller: CallersProcess, path: Sequence[str], stdin: int, stderr: int) -> None:
+    """Take over a caller's surroundings, in a new session. Owns the descriptors."""
+    # Away from the terminal of the process that has started the zygote: its Ctrl-C is not for this caller.
+    os.setsid()
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd, standard in ((stdin, 0), (null, 1), (stderr, 2)):
+        os.dup2(fd, standard)
+        os.close(fd)
+    _take_signals(caller.ignored)
+    process.set_environ(dict(caller.environ))
+    sys.path[:] = path
+    sys.executable = caller.executable
+    multiprocessing.set_executable(caller.executable)
+    # Finders have cached directories since the zygote began.
+    importlib.invalidate_caches()
+    settings.apply(caller.settings)
+    _draw_afresh()
+
+
+def _take_signals(ignored: Sequence[int]) -> None:
+    """Change only handlers that differ: Python does not know those that C code has set."""
+    for number in signal.valid_signals() - _PYTHONS - {signal.SIGKILL, signal.SIGSTOP}:
+        usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        wanted = signal.SIG_IGN if number in ignored else usual
+        if signal.getsignal(number) != wanted:
+            with contextlib.suppress(OSError, ValueError):  # the C library reserves some
+                signal.signal(number, wanted)
+    # Last: signals that were held back meet the caller's handlers, not the zygote's.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def _draw_afresh() -> None:
+    """Draw again what imports draw. Python's own generator does so by itself."""
+    multiprocessing.current_process().authkey = os.urandom(_KEY_SIZE)
+    generators = sys.modules.get("numpy.random")  # which numpy imports at its first use
+    if generators is not None:
+        generators.seed()

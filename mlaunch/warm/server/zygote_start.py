@@ -1,4 +1,4 @@
-"""The beginning of a zygote: away from whoever starts it, its imports, and the word that it is there."""
+"""The start of a zygote: it detaches from its starter, imports, and reports that it is ready."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from mlaunch.base import linux
 from mlaunch.base.process_name import name_process
 from mlaunch.base.text import both_ends
 from mlaunch.core import load
-from mlaunch.forkserver import imports, preloads
-from mlaunch.forkserver.huge_pages import settle
+from mlaunch.forkserver import imports
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.server_messages import NotReady
@@ -31,32 +30,32 @@ if TYPE_CHECKING:
     from mlaunch.warm.wire.zygote_messages import ZygoteHears, ZygoteSays
 
 _STDIN = 0  # a file with the variables that the imports may read, and nothing after them
-_REASON = 8192  # bytes that a person is shown
+_REASON = 8192  # bytes of a traceback that a person is shown
 
 
 def main(word_fd: int, lock_fd: int, directory: str, idle: float, preload: Sequence[str], *, awaited: bool) -> NoReturn:
-    """Lives the life of a zygote in a fresh interpreter.
+    """Run a zygote in a fresh interpreter.
 
-    ``lock_fd``: that of its place, until it listens. ``awaited``: somebody waits for the word that it is there, and
-    wants none any more if he has left.
+    ``lock_fd``: the lock of its place, until it listens. ``awaited``: its starter waits for the report that it is
+    ready; it ends if the starter has left.
     """
     if os.fork() > 0:
-        os._exit(0)  # for whoever waits for the process that it started
+        os._exit(0)  # the starter waits for its child
     linux.open_standard_streams()
     code = 1
     try:
         name_process("warm fork server")
         os.chdir("/")
-        for number in (signal.SIGTERM, signal.SIGHUP):  # at a logout, and by who wants it gone
+        for number in (signal.SIGTERM, signal.SIGHUP):  # at a logout, or on request
             signal.signal(number, lambda *_: sys.exit(0))
         word: Channel[ZygoteHears, ZygoteSays] = Channel.adopt(word_fd)
         zygote = _import(Path(directory), idle, tuple(preload), word)
         if zygote is not None:
             zygote.open()
-            # Not if it was started ahead: whoever did so need not be there any more.
+            # One that was left at its starter's exit has nobody to report to.
             zygote.ending = not _tell(word, zygote) and awaited
             word.close()
-            # Only now that it listens: whoever waits for the lock finds a zygote, and starts no second one.
+            # Only now that it listens: a process that waits for the lock finds it, and starts no second one.
             os.close(lock_fd)
             linux.leave_standard_streams()
             zygote.run()
@@ -68,25 +67,25 @@ def main(word_fd: int, lock_fd: int, directory: str, idle: float, preload: Seque
 
 
 def _usual() -> tuple[str, ...]:
-    """Return what ranks of functions import, and those of scripts."""
+    """Return the modules that ranks of functions and of scripts import."""
     return ("mlaunch.caller.launcher", *(["mlaunch.run.rank"] if load.is_there("run") else []))
 
 
 def _import(
     directory: Path, idle: float, preload: tuple[str, ...], word: Channel[ZygoteHears, ZygoteSays]
 ) -> Zygote | None:
-    """Imports all; None if something cannot be, or leaves behind what no fork may have, which is told."""
+    """Import all; None, with a report, if an import fails, or leaves something behind that no fork may have."""
     if sys.path[:1] == [""]:
-        del sys.path[0]  # the directory of the moment
-    # Before the imports: what counts is what they have read, and libraries change variables as they are loaded.
+        del sys.path[0]  # the working directory
+    # Before the imports, since libraries change variables as they are loaded.
     facts, record = import_facts.of_this_process(os.environ), ImportRecord()
     try:
         with record.reading():
             offered, asked = imports.load(_usual())
         imports.finish(asked, collect=False)
         with _with_variables(payload.read(_STDIN)), record.reading(), record.drawing():
-            preloads.load(preload)
-    except (device.TooOldError, preloads.PreloadError) as error:
+            imports.load_for_user(preload)
+    except (device.TooOldError, imports.PreloadError) as error:
         word.try_send(NotReady(str(error)))
         return None
     except ModuleNotFoundError as error:
@@ -99,15 +98,14 @@ def _import(
         return None
     gc.collect()
     imports.share()
-    # Once for all forks; each of them would have a heap of its own to move.
-    settle()
+    imports.settle()  # once for all forks
     files = LoadedFiles(record.missed)
     return Zygote(offered, preload, idle, facts, directory, import_facts.key_of(facts), files, record)
 
 
 @contextlib.contextmanager
 def _with_variables(rest: Mapping[str, str]) -> Iterator[None]:
-    """Hold while modules are imported that may read the variables of who starts this; none of them stays."""
+    """Set the starter's variables while modules are imported that may read them, and remove them afterwards."""
     os.environ.update(rest)
     try:
         yield
@@ -117,7 +115,7 @@ def _with_variables(rest: Mapping[str, str]) -> Iterator[None]:
 
 
 def _tell(word: Channel[ZygoteHears, ZygoteSays], zygote: Zygote) -> bool:
-    """Says that it is there; False if nobody hears it."""
+    """Report that it is ready; False if the starter is gone."""
     try:
         word.send(zygote.state())
     except OSError:

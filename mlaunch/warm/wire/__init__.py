@@ -1,1 +1,1 @@
-"""Where callers and zygotes meet, what they say to each other, and what must be equal on both sides."""
+"""The place where callers and zygotes meet, their messages, and the facts that must be equal on both sides."""

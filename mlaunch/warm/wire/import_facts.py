@@ -1,30 +1,29 @@
-"""What counts when a process imports torch: one for which all of it is equal can be a fork of another.
+"""The facts that count when a process imports torch: one with equal facts can be a fork of another.
 
-Some of it is read by libraries as they are loaded, some is what a process cannot take back later (its user, its
-namespaces, its cgroup, limits that are never raised again).
+Libraries read some of them as they are loaded; others a process cannot change later (its user, its namespaces, its
+cgroup, hard limits).
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import itertools
 import os
 import resource
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 
 from mlaunch import _version
 from mlaunch.base import linux
-from mlaunch.base.confinement import confinement
+from mlaunch.base.confinement import confinement, read
 from mlaunch.protocol.import_variables import variables
-from mlaunch.warm.wire.inherited import inherited
 
 Facts = dict[str, str]  # by the words that a person is shown
 
-# By the interpreter, what its .pth files run, and the C library.
+# Read by the interpreter, its .pth files, and the C library.
 _READ_AT_START = (
     "LANG",
     "LC_",
@@ -34,18 +33,34 @@ _READ_AT_START = (
     "COV_CORE_",
     "SETUPTOOLS_USE_DISTUTILS",
 )
-# By BLAS libraries, which number their threads as they are loaded. A rank's own number comes later, and is torch's.
+# Read by BLAS libraries, which set their number of threads when loaded. A rank's own number, for torch, comes later.
 _THREADS = ("OMP_NUM_THREADS", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "I_MPI_")
-# Where a scheduler has no cgroups, ranks of one job would be another's children, and end with it or be counted there.
+# Without cgroups, a scheduler would end and account for ranks of one job with another job.
 _JOBS = {"SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "JOB_ID"}
-# Set where all processes that can reach the runtime directory share one sandbox: no_new_privs and filters are equal
-# there, and the kernel does not say whether the rest of it is.
+# To be set if all processes that can reach the runtime directory share one sandbox, which the kernel does not show.
 SANDBOX = "MLAUNCH_WARM_SANDBOX"
-# Besides what counts, an interpreter finds libraries and the user's files by these.
+# By these, an interpreter finds libraries and the user's files.
 _USUAL = {"PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "VIRTUAL_ENV"}
 _SHORT = 8  # bytes of a hash of a variable
 _SHOWN = 60  # characters of a value that differs
-_TOLD = 400  # characters of one that go into a record; what is behind them is told by a hash
+_TOLD = 400  # characters of a value that go into a record; the rest is a hash
+
+_libc = ctypes.CDLL(None, use_errno=True)
+# From linux/prctl.h, those that return the value. What a kernel does not know is -1 in all processes.
+_PRCTL = {
+    "huge pages": 42,  # PR_GET_THP_DISABLE
+    "secure bits": 27,
+    "machine checks": 34,  # PR_MCE_KILL_GET
+    "I/O flusher": 58,
+    "no writable code": 66,  # PR_GET_MDWE
+    "merged memory": 68,  # KSM
+}
+_SPECULATION, _SPECULATIONS = 52, range(3)
+_CORE, _GET, _THIS_THREAD = 62, 0, 0  # PR_SCHED_CORE
+_SCHEDULING_SIZE = 56  # of struct sched_attr, with the bounds of utilisation
+_MOST_NODES = 1024
+# ioprio_get, get_mempolicy, sched_getattr
+_CALLS = {"x86_64": (252, 239, 315), "aarch64": (31, 236, 275), "riscv64": (31, 236, 275)}
 
 
 def _variables_that_count(environ: Mapping[str, str]) -> dict[str, str]:
@@ -57,17 +72,17 @@ def _variables_that_count(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def environ_to_keep(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a process needs which outlives the shell that has them: no secret of that shell."""
+    """Return the variables for a process that outlives the shell: none of the shell's secrets."""
     return _variables_that_count(environ) | {name: environ[name] for name in sorted(_USUAL & environ.keys())}
 
 
 def hashed(environ: Mapping[str, str]) -> bytes:
-    """Return variables in a form in which they can be compared, and not be read."""
+    """Return hashes of the variables, which can be compared and not be read."""
     return b"".join(_short(name) + _short(f"{name}={value}") for name, value in environ.items())
 
 
 class Hashes:
-    """What ``hashed`` has made."""
+    """The result of ``hashed``."""
 
     def __init__(self, variables: bytes) -> None:
         pairs = range(0, len(variables), 2 * _SHORT)
@@ -83,12 +98,12 @@ def _short(text: str) -> bytes:
 
 
 def shares_sandbox(environ: Mapping[str, str]) -> bool:
-    """True if whoever set these variables says that all who ask share one sandbox."""
+    """True if these variables say that all processes here share one sandbox."""
     return environ.get(SANDBOX, "0") not in {"", "0"}
 
 
 def of_this_process(environ: Mapping[str, str]) -> Facts:
-    """Returns all that counts, for an import under ``environ``."""
+    """Return the facts of this process, for an import under ``environ``."""
     return {
         "interpreter": f"{os.path.realpath(sys.executable)} {_file(sys.executable)}",
         "Python": sys.version,
@@ -96,21 +111,21 @@ def of_this_process(environ: Mapping[str, str]) -> Facts:
         "mlaunch": f"{_version.__version__} {_file(os.path.dirname(os.path.abspath(_version.__file__)))}",
         "flags of the interpreter": " ".join(subprocess._args_from_interpreter_flags()),  # type: ignore[attr-defined]
         "priority": f"{os.getpriority(os.PRIO_PROCESS, 0)} {os.sched_getscheduler(0)} {_text('oom_score_adj')}",
-        # Soft ones travel with the call; a hard limit that was lowered cannot be raised again.
+        # Soft ones come with the call; a lowered hard limit cannot be raised.
         "hard limits": " ".join(str(resource.getrlimit(number)[1]) for number in _limits()),
         "personality": _text("personality"),
-        **inherited(),
+        **_inherited(),
         "session keyring": linux.session_keyring(),
-        # Rights can only be given up; memory and CPU would count for another cgroup, the login for another session.
+        # Rights cannot be regained; memory and CPU would count for another cgroup, the login for another session.
         **_confined(),
         **{f"variable {name}": value for name, value in _variables_that_count(environ).items()},
     }
 
 
 def key_of(facts: Facts) -> str:
-    """Returns a name for these facts, which no others have."""
+    """Return a unique name for these facts."""
     whole = "\0".join(f"{name}\0{value}" for name, value in sorted(facts.items()))
-    # The socket's name is a hash of the facts, so whoever would be refused finds nothing, and asks nobody.
+    # It is the socket's name, so a process that would be refused finds none.
     return _hash(whole)
 
 
@@ -119,24 +134,24 @@ def _hash(text: str) -> str:
 
 
 def told(facts: Mapping[str, str]) -> Facts:
-    """Return them as a record may have them: of a long value its beginning, and a hash of all of it."""
+    """Return the facts for a record: of a long value, the beginning and a hash."""
     return {
         name: value if len(value) <= _TOLD else f"{value[:_TOLD]}... {_hash(value)}" for name, value in facts.items()
     }
 
 
 def differences(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
-    """Say what differs, one line each. ``there``: as ``told`` gives it."""
+    """Return a line for each difference. ``there``: as ``told`` returns it."""
     here = told(here)
     found = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
     return [f"{name}: {_apart(here.get(name), there.get(name))}" for name in found]
 
 
 def foreign_entries(path: Sequence[str], base: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns what ``path`` has besides ``base``, and what it lacks of it; all of that if their order differs."""
+    """Return entries of ``path`` that ``base`` lacks, and those it lacks of ``base``: all if their order differs."""
     common = list(dict.fromkeys(entry for entry in path if entry in base))
     lacking = [entry for entry in base if entry not in path]
-    # Order counts: the first of two modules with one name is imported. So a place's second entry counts for nothing.
+    # Order counts: the first of two modules with one name is imported. A second entry of a place does not count.
     is_in_order = common == list(dict.fromkeys(base))
     return [entry for entry in path if entry not in base], lacking if lacking or is_in_order else list(base)
 
@@ -146,7 +161,7 @@ def _limits() -> list[int]:
 
 
 def _file(path: str) -> str:
-    """Says which file it is."""
+    """Return the device and inode of a file."""
     with contextlib.suppress(OSError):
         status = os.stat(path)
         return f"({status.st_dev}:{status.st_ino})"
@@ -154,20 +169,20 @@ def _file(path: str) -> str:
 
 
 def _text(name: str) -> str:
-    """Returns what the kernel says of this process; "" where it does not."""
+    """Return a file of /proc/self; "" where the kernel has none."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/self/{name}").read_text(encoding="utf-8", errors="replace").strip(" \n\0")
+        return read(f"/proc/self/{name}").strip(" \n\0")
     return ""
 
 
 def _confined() -> Facts:
-    with contextlib.suppress(OSError):  # no /proc, so no fork server that is kept shows whom it serves either
+    with contextlib.suppress(OSError):  # no /proc: then no zygote serves this process
         return confinement()
     return {}
 
 
 def _apart(here: str | None, there: str | None) -> str:
-    """Say where two values differ that do."""
+    """Return the parts of two values in which they differ."""
     pairs = zip(here or "", there or "", strict=False)
     equal = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
     if equal >= _TOLD:
@@ -181,3 +196,53 @@ def _shown(value: str | None, begin: int) -> str:
         return "not set"
     shown = value[begin : begin + _SHOWN]
     return repr(f"{'...' * (begin > 0)}{shown}{'...' * (len(value) > begin + _SHOWN)}")
+
+
+# Inherited from the parent
+
+
+def _inherited() -> dict[str, str]:
+    """Return what a process inherits from its parent, survives exec, and cannot be changed from outside later."""
+    return {
+        # The C library sizes threads' stacks by it, and the kernel places mappings.
+        "stack limit": str(resource.getrlimit(resource.RLIMIT_STACK)[0]),
+        "core dump filter": _text("coredump_filter"),
+        "cache and bandwidth group": _text("cpu_resctrl_groups"),
+        **{name: str(_prctl(number)) for name, number in _PRCTL.items()},
+        "speculation": " ".join(str(_prctl(_SPECULATION, number)) for number in _SPECULATIONS),
+        "core scheduling": _core(),
+        **{name: ask(*_CALLS[os.uname().machine]) for name, ask in _ASKED.items() if os.uname().machine in _CALLS},
+    }
+
+
+def _prctl(option: int, argument: int = 0) -> int:
+    return int(_libc.prctl(option, ctypes.c_ulong(argument), 0, 0, 0))
+
+
+def _core() -> str:
+    cookie = ctypes.c_ulong()
+    _libc.prctl(_CORE, _GET, 0, _THIS_THREAD, ctypes.byref(cookie))
+    return str(cookie.value)
+
+
+def _io_priority(number: int, *_: int) -> str:
+    return str(_libc.syscall(number, 1, 0))  # of this process
+
+
+def _memory_policy(_: int, number: int, *__: int) -> str:
+    mode, nodes = ctypes.c_int(), ctypes.create_string_buffer(_MOST_NODES // 8)
+    _libc.syscall(number, ctypes.byref(mode), nodes, _MOST_NODES, 0, 0)
+    return f"{mode.value} {int.from_bytes(nodes.raw, 'little'):x}"
+
+
+def _scheduling(_: int, __: int, number: int) -> str:
+    found = ctypes.create_string_buffer(_SCHEDULING_SIZE)
+    _libc.syscall(number, 0, found, _SCHEDULING_SIZE, 0)
+    return found.raw.hex()
+
+
+_ASKED: Mapping[str, Callable[..., str]] = {
+    "I/O priority": _io_priority,
+    "memory policy": _memory_policy,
+    "scheduling": _scheduling,
+}

@@ -1,11 +1,11 @@
-"""What a fork server that stays, the zygote, is asked for, over its socket in the user's runtime directory.
+"""The messages of the zygote, over its socket in the user's runtime directory.
 
 caller -> zygote    AskFork                (answered by Forked and, at the fork's end, ForkEnded; or by NotForked)
 command -> zygote   AskZygote, KeepZygote  (answered by ZygoteState)
-zygote -> starter   ZygoteState; NotReady  (over a socket of the starter's own: whether the zygote can be had)
+zygote -> starter   ZygoteState; NotReady  (over a socket of the starter's: it is ready, or cannot start)
 
-Who is confined otherwise than the zygote gets NotServed, whatever he asks, since that is not read. A zygote ends
-by SIGTERM, so that the kernel says who may end it.
+A process with another confinement than the zygote's gets NotServed, whatever it asks: that is not read. SIGTERM ends a
+zygote, so that the kernel decides who may end it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from mlaunch.protocol.server_messages import NotReady
 
 @frozen_record
 class CallersProcess:
-    """What a fork that serves a caller has of this caller.
+    """A caller, for the fork that serves it.
 
     Attributes:
         caller: The caller's pid.
         executable: Its ``sys.executable``: the same program, maybe by another name.
         environ: All variables.
-        settings: The settings of the caller's process, as ``protocol.settings`` has them.
+        settings: The settings of the caller's process, from ``protocol.settings``.
         ignored: Signals that the caller ignores.
     """
 
@@ -37,11 +37,11 @@ class CallersProcess:
 
 @frozen_record
 class AskFork:
-    """Asks for a fork that becomes the sender's fork server. Attached: a memfd with CallersProcess, which the fork
-    alone reads; the fork's end of the control channel, the caller's pidfd, standard input and error output.
+    """A request for a fork that becomes the sender's fork server. Attached: a memfd with CallersProcess, which only the
+    fork reads; the fork's end of the control channel, the caller's pidfd, standard input and error output.
 
-    ``path``: the caller's ``sys.path``; ``preload``: modules that the fork is to import, if they are not there;
-    ``variables``: the caller's, as ``import_facts.hashed`` gives them.
+    ``path``: the caller's ``sys.path``; ``preload``: modules that the fork is to import, if they are missing;
+    ``variables``: the caller's, as ``import_facts.hashed`` returns them.
     """
 
     path: tuple[str, ...]
@@ -51,14 +51,14 @@ class AskFork:
 
 @frozen_record
 class Forked:
-    """The fork is there. Attached: its pidfd."""
+    """The fork. Attached: its pidfd."""
 
     pid: int
 
 
 @frozen_record
 class NotForked:
-    """Why there is none. ``ends``: the zygote ends, since something has changed that it has imported."""
+    """The reason why there is no fork. ``ends``: the zygote ends, since a file that it has imported has changed."""
 
     reason: str
     ends: bool = False
@@ -73,7 +73,7 @@ class ForkEnded:
 
 @frozen_record
 class AskZygote:
-    """Asks for its state. ``facts``: whether its facts are wanted, too, and whether it would serve AskFork's sender."""
+    """A request for its state. ``facts``: with its facts, and whether it would serve AskFork's sender."""
 
     facts: bool = False
     path: tuple[str, ...] = ()
@@ -82,24 +82,24 @@ class AskZygote:
 
 @frozen_record
 class KeepZygote:
-    """Makes a zygote stay for so many seconds after its last use, from now on."""
+    """A request to stay for so many seconds after its last use, from now on."""
 
     seconds: float
 
 
 @frozen_record
 class ZygoteState:
-    """Says how it stands.
+    """The state of a zygote.
 
     Attributes:
         idle: Seconds that it stays after its last use.
-        left: What is left of these.
-        serving: Forks that live.
-        served: All forks that there were.
+        left: Seconds that are left of these.
+        serving: The number of living forks.
+        served: The number of all forks so far.
         age: Seconds.
-        facts: What counted when it imported, if that was asked for.
-        refusal: Why it would not serve who asks, whose facts are the same; "": it would.
-        notes: What a person should know of the modules that it has imported.
+        facts: The facts at its import, if they were asked for.
+        refusal: Why it would not serve the process that asks, despite equal facts; "": it would.
+        notes: Notes for people about the modules that it has imported.
     """
 
     pid: int
@@ -116,12 +116,11 @@ class ZygoteState:
 
 @frozen_record
 class NotServed:
-    """Why nothing is read of what this process sends. ``state``: the zygote's, with its facts."""
+    """The reason why nothing from this process is read. ``state``: the zygote's, with its facts."""
 
     reason: str
     state: ZygoteState
 
 
-# What comes and what goes, as types of the channel.
 ZygoteHears = AskFork | AskZygote | KeepZygote
 ZygoteSays = Forked | ForkEnded | NotForked | NotServed | ZygoteState | NotReady

@@ -1,6 +1,6 @@
-"""Where zygotes are found: sockets in the user's runtime directory, each named after what counted at its import.
+"""The places of zygotes: sockets in the user's runtime directory, each named after the facts of its import.
 
-Whoever makes or removes a name holds a lock on the directory, which needs no file of its own and ends with its holder.
+A name is made and removed under a lock on the directory, which needs no file of its own and ends with its holder.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from pathlib import Path
 from mlaunch.base.peer_process import is_this_user
 from mlaunch.protocol import registry
 
-VARIABLE = "MLAUNCH_WARM"  # "0": none is used; a time: one is left, which stays so long after its last use
+VARIABLE = "MLAUNCH_WARM"  # "0": use none; a time: leave one, which stays so long after its last use
 _SUFFIX = ".warm"
 _BACKLOG = 4096  # callers that wait; the kernel has a limit of its own (somaxconn)
-_LOOK = 0.05  # seconds between looks whether a lock is free
+_RETRY = 0.05  # seconds between attempts to lock
 
 
 def names(environ: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
-    """Yields directory and key of each zygote that there may be."""
+    """Yield directory and key of each possible zygote."""
     for directory in registry.candidates(environ):
         found: list[str] = []
-        # Not listed before it is known whose it is: a stranger's in /tmp may have any number of names, or be a link.
+        # Its owner is checked before it is listed: a stranger's in /tmp may have any number of names, or be a link.
         with contextlib.suppress(OSError), registry.opened(directory) as place:
             found = sorted(name for name in os.listdir(place) if name.endswith(_SUFFIX))
         for name in found:
@@ -35,15 +35,15 @@ def names(environ: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
 
 
 def connect(directory: Path, key: str) -> socket.socket | None:
-    """Returns a socket that is connected to this zygote, of this user; None: there is none, or its queue is full.
+    """Return a socket that is connected to this user's zygote; None: there is none, or its queue is full.
 
-    The name of one that was killed is removed.
+    Remove the name of one that was killed.
     """
     is_gone = False
     with contextlib.suppress(OSError), registry.opened(directory) as place:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            connection.setblocking(False)  # of a full queue nobody waits for an end
+            connection.setblocking(False)  # not to wait for a full queue
             connection.connect(f"{place}/{key}{_SUFFIX}")
             connection.setblocking(True)
             if is_this_user(connection):
@@ -60,21 +60,20 @@ def connect(directory: Path, key: str) -> socket.socket | None:
 
 @contextlib.contextmanager
 def locked(directory: Path, patience: float = 0.0) -> Iterator[int]:
-    """Gives a lock on the directory, which its descriptor's duplicates hold as well.
+    """Yield a lock on the directory, which duplicates of its descriptor hold, too.
 
-    BlockingIOError: another process has it, and had it for ``patience`` seconds.
+    BlockingIOError: another process has had it for ``patience`` seconds.
     """
     end = time.monotonic() + patience
     with registry.opened_fd(directory) as fd:
         while not _lock(fd, last=time.monotonic() >= end):
-            time.sleep(_LOOK)
+            time.sleep(_RETRY)
         yield fd
 
 
 def _lock(fd: int, *, last: bool) -> bool:
     try:
-        # By descriptor, not by process: the starter hands it to the zygote, which keeps the lock when the starter is
-        # gone.
+        # flock belongs to the descriptor: the starter passes it to the zygote, which keeps the lock alone.
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         if last:
@@ -84,7 +83,7 @@ def _lock(fd: int, *, last: bool) -> bool:
 
 
 def listen(directory: Path, key: str) -> tuple[socket.socket, int]:
-    """Returns a listening socket and the inode of its name; under the lock. OSError if there can be none."""
+    """Return a listening socket and the inode of its name. Called under the lock. OSError if it cannot be made."""
     with registry.opened(directory) as place:
         path = f"{place}/{key}{_SUFFIX}"
         with contextlib.suppress(FileNotFoundError):
@@ -101,16 +100,16 @@ def listen(directory: Path, key: str) -> tuple[socket.socket, int]:
 
 
 def is_there(directory: Path, key: str, inode: int) -> bool:
-    """Tells whether the name still stands for this socket."""
+    """True if the name is still this socket's."""
     with contextlib.suppress(OSError):
         return os.lstat(directory / f"{key}{_SUFFIX}").st_ino == inode
     return False
 
 
 def remove(directory: Path, key: str, inode: int) -> None:
-    """Remove the name of a zygote that is no more; not while another one is being started, who sees to it.
+    """Remove the name of a zygote that ends; but not during another one's start, which does it.
 
-    ``inode``: of the socket that it must stand for.
+    ``inode``: the zygote's socket; the name of another one stays.
     """
     name = f"{key}{_SUFFIX}"
     with contextlib.suppress(OSError), locked(directory) as place:
@@ -120,7 +119,7 @@ def remove(directory: Path, key: str, inode: int) -> None:
 
 
 def _remove_dead(directory: Path, key: str) -> None:
-    """Remove a name at which nobody listens: under the lock, as another may have been given it since."""
+    """Remove the name of a dead zygote; under the lock, as another one may have it by now."""
     name = f"{key}{_SUFFIX}"
     ours = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, contextlib.suppress(OSError), locked(directory) as place:
