@@ -25,7 +25,7 @@ class Feature:
         variable: Of the environment, which asks for it; "0" is as good as none.
         processes: Those besides the caller that make a part of its section: "rank", "member".
         visited: Commands may ask its part in an agent for something.
-        stands_in: Modules that its ``rank.py`` replaces as ranks import them (``rank/setup/stand_ins.py``).
+        stands_in: Modules that its ``rank.py`` replaces as ranks import them (``rank/setup/interpreter.py``).
         words: What who looks at a launch may ask its part in the agent.
         watches: It may look at calls that take longer than a moment: ``watch(call)``.
         explains: It says who waited for whom at a deadline: ``of_deadline(stacks, returned)``.

@@ -54,7 +54,7 @@ _PATIENCE = {
     "places": "insight.agent.inspector._PLACES_TIMEOUT",  # for ranks to say where they are
     "stacks": "agent.stopping.STACKS_TIMEOUT",  # for ranks that are stopped to say where they were
     "leaving": "agent.stopping._LEAVING_TIMEOUT",  # for released ranks to end
-    "first look": "display.caller.drawn_lines._FIRST_LOOK_DELAY",  # before a line of progress
+    "first look": "display.caller.areas._FIRST_DRAWN",  # before a line of progress
     "word of a wait": "caller.output.live.SILENCE",
     "merging": "caller.output.merging.WINDOW",  # for other ranks to say the same
     "end of an allocation": "engines.caller.slurm._END_TIMEOUT",
@@ -195,7 +195,7 @@ def why(launch: str) -> str:
 
 def watched_rows() -> list[str]:
     """The lines of ``mlaunch ps --watch``, where the devices' use is unknown."""
-    rows = import_module("mlaunch.insight.caller.watch_rows")
+    rows = import_module("mlaunch.insight.caller.watching")
     return list(rows.RankTable(lambda _device: None, "here").lines(ask("watch")))
 
 
@@ -499,7 +499,7 @@ def end_kept_servers() -> None:
 
 def show_progress_at(patch: pytest.MonkeyPatch, place: type) -> None:
     """Have calls show how far they are here, at once. ``place``: a class with ``show``, ``hide`` and ``close``."""
-    area = import_module("mlaunch.display.caller.drawn_lines").Area
+    area = import_module("mlaunch.display.caller.areas").Area
     patch.setattr("mlaunch.caller.output.output_plan.live_place", type("Shown", (place, area), {}))
     be_patient(patch, "first look", 0.0)
 

@@ -596,7 +596,7 @@ SLIPS = (
         "leases",
         "lock_of_the_directory",
         "leases/caller/acquisition.py",
-        "[os.dup(self._site.fd)], before)\n",
+        "[os.dup(self._directory.fd)], before)\n",
         "[], before)\n",
         ("unit/test_leases.py::test_the_directory_is_not_tidied_up_while_a_lease_is_held",),
         "who holds the devices needs no directory, it seems",
@@ -614,8 +614,8 @@ SLIPS = (
         "leases",
         "tickets_that_are_removed",
         "leases/caller/acquisition.py",
-        "        # After the devices are held: the next in the queue is woken by this, and looks at once.\n"
-        "        self._site.remove(self._name)\n",
+        "        # After the devices are held: this wakes the next in the queue.\n"
+        "        self._directory.remove(self._name)\n",
         "",
         ("unit/test_leases.py",),
         "the ticket is dropped in the next line",

@@ -1,1 +1,1 @@
-"""What is shown beyond plain lines, in notebooks and on terminals."""
+"""Output beyond plain lines, in notebooks and on terminals."""

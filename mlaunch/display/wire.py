@@ -1,7 +1,7 @@
-"""How what a rank displays (a table, a figure) gets to the notebook that called: one line for each, in a pipe.
+"""The format of displays (a table, a figure) on their way to the notebook: a line for each, in a pipe.
 
-``<monotonic seconds> <JSON>``: what IPython's ``display_pub.publish`` takes, or ``{"clear": wait}``. A line begins with
-a line feed, too: one that was interrupted spoils no other.
+``<monotonic seconds> <JSON>``: arguments of IPython's ``display_pub.publish``, or ``{"clear": wait}``. A line begins
+with a line feed, too, so that an interrupted one does not spoil the next.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-STREAM = 3  # beside 1 and 2, the standard ones
+STREAM = 3  # after 1 and 2, the standard ones
 LIMIT = 16 << 20  # bytes of one line
 
 
 def line_of(content: Mapping[str, Any]) -> bytes | None:
-    """Returns the line; None if it is more than may be sent."""
+    """Return the line; None if it is too long."""
     line = f"\n{time.monotonic()} {json.dumps(content, default=_as_text)}\n".encode()
     return line if len(line) <= LIMIT else None
 
@@ -27,7 +27,7 @@ def _as_text(value: object) -> str:
 
 
 def read(line: bytes) -> tuple[float, dict[str, Any]] | None:
-    """Returns when a line was written, and its content; None if it is no whole one."""
+    """Return the time at which a line was written, and its content; None if it is incomplete."""
     at, _, content = line.partition(b" ")
     try:
         found = json.loads(content)
@@ -37,7 +37,7 @@ def read(line: bytes) -> tuple[float, dict[str, Any]] | None:
 
 
 def _time_of(line: bytes, now: float) -> float:
-    """Return when a line was written, as it says; ``now`` if it does not."""
+    """Return the time at which a line was written; ``now`` if it has none."""
     try:
         return float(line.partition(b" ")[0])
     except ValueError:
@@ -45,13 +45,13 @@ def _time_of(line: bytes, now: float) -> float:
 
 
 class LineCutter:
-    """Cuts what is read into lines, of which it holds no more than one, up to the limit."""
+    """Cuts the stream into lines; holds at most one, up to the limit."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
 
     def feed(self, data: bytes, now: float) -> list[tuple[float, bytes]]:
-        """Return the lines that this completes, each with when it was written."""
+        """Return the lines that this completes, each with its time of writing."""
         *lines, rest = data.split(b"\n")
         whole = []
         for line in lines:
@@ -62,5 +62,5 @@ class LineCutter:
         return [(_time_of(line, now), line) for line in whole if line]
 
     def _add(self, data: bytes) -> None:
-        if len(self._rest) + len(data) <= LIMIT:  # what is longer is no line of ours, and loses its end
+        if len(self._rest) + len(data) <= LIMIT:  # a longer line is not ours, and loses its end
             self._rest += data

@@ -111,7 +111,7 @@ class _ForkServer:
     late: LateImports = field(default_factory=LateImports)
 
     def __post_init__(self) -> None:
-        self.settled = self.offered is not None  # then the zygote has settled
+        self.settled = self.offered is not None  # True: the parent of this process has settled
 
     def run(self) -> None:
         try:

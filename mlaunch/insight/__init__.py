@@ -1,1 +1,1 @@
-"""What ranks do right now: ``mlaunch why``, ``stacks``, ``ps --watch``, and ``stall=``, which tells of it unasked."""
+"""What ranks do right now: ``mlaunch why``, ``stacks``, ``ps --watch``, and ``stall=``, which reports by itself."""

@@ -29,13 +29,13 @@ continue meanwhile.
 
 
 def add(_flags: object, group: Any) -> None:
-    """Add the flag to a group of the parser's."""
+    """Add the flag to the group of the parser."""
     group.add_argument("--stall", default="300", metavar="SECONDS", help="say which rank the others wait for, after so "
                        "long without progress; '60 stop' ends the run; none (default: 300)")  # fmt: skip
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the option that the flag asks for; UsageError for what it cannot mean."""
+    """Return the option of the flag; UsageError for a wrong value."""
     if args.stall == _NEVER:
         return {"stall": None}
     try:
@@ -60,7 +60,7 @@ def add_command(commands: Commands) -> None:
 
 
 def watch(every: float) -> int:
-    """Show what ranks do until that is interrupted."""
+    """Show what ranks do until interrupted."""
     from mlaunch.insight.caller.watching import watch_all
 
     try:
@@ -69,7 +69,7 @@ def watch(every: float) -> int:
         print(f"mlaunch: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        pass  # which is how it ends
+        pass  # the way to end it
     return 0
 
 
@@ -109,16 +109,16 @@ def _every_thread(ranks: Iterable[Mapping[str, Any]]) -> str:
     return "\n".join(blocks)
 
 
-# As programs read it, with the fields of docs/schema.json
+# For programs, with the fields of docs/schema.json
 
 
 def with_stacks(told: Mapping[str, Any], *, all_threads: bool) -> dict[str, Any]:
-    """Return a launch with where each rank is; with all threads as the text that faulthandler wrote."""
+    """Return a launch with each rank's frames; all threads, as the text of faulthandler."""
     return as_data.launch(told, [_with_frames(rank, all_threads=all_threads) for rank in told["ranks"]])
 
 
 def with_reason(told: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a launch with the sentence of ``mlaunch why``, and the ranks that the others wait for."""
+    """Return a launch with the sentence of ``mlaunch why``, and the ranks that others wait for."""
     from mlaunch.insight.caller.why_text import blamed, sentence, view_of
 
     ranks = [{**_with_frames(rank), "doing": view_of(rank).doing} for rank in told["ranks"]]

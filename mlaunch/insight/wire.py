@@ -1,4 +1,4 @@
-"""What a launch's options say of ranks that make no progress, and the words of who asks what they do."""
+"""The terms of ``stall=``, and the words by which processes ask what ranks do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mlaunch.base.frozen_record import frozen_record
 
 NAME = "insight"  # of this feature
 
-# What who comes to a launch may say (``protocol/visitors.py``); features.py lists them.
+# The words that a process may send to a launch (``protocol/visitors.py``); features.py lists them.
 WHY, STACKS, ALL_STACKS = b"why", b"stacks", b"all stacks"
 PULSE = b"pulse"  # how far the ranks are
 WATCH = b"watch"  # the same, with where they are and what they use
@@ -20,8 +20,8 @@ class StallTerms:
     """The feature's section of a launch's spec.
 
     Attributes:
-        seconds: Without progress, after which the user gets a line; None: never.
-        ends: The run ends then.
+        seconds: The time without progress after which the user gets a line; None: never.
+        ends: True: the run ends then.
     """
 
     seconds: float | None = 300.0
@@ -29,5 +29,5 @@ class StallTerms:
 
 
 def terms_of(sections: Mapping[str, object]) -> StallTerms:
-    """Return what a launch with these sections says; the usual terms where its options say nothing."""
+    """Return a launch's terms; the default ones if its options set none."""
     return cast(StallTerms, sections.get(NAME)) or StallTerms()

@@ -1,1 +1,1 @@
-"""Device leases: which launch may use which devices of this machine, among all processes of a user, in order."""
+"""Device leases: the launches of a user take turns at the devices of a machine, in order of arrival."""

@@ -1,4 +1,4 @@
-"""``mlaunch run --lease``: a command waits for devices, and ``mlaunch ps`` tells of those who do."""
+"""``mlaunch run --lease``: a command waits for devices; and the leases in ``mlaunch ps``."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ GROUP = "how many ranks, and where"
 
 
 def add(_flags: Any, group: Any) -> None:
-    """Add the flag to a group of the parser's."""
+    """Add the flag to the group of the parser."""
     group.add_argument("--lease", type=int, metavar="N", help="wait for N devices (of --devices, or all) that no other "
                        "launch with a lease has; a rank on each, unless --nproc-per-node says otherwise")  # fmt: skip
 
 
 def options_of(_args: argparse.Namespace) -> dict[str, Any]:
-    """Return no options: a command waits for its devices before it is planned, since they say how many ranks it has."""
+    """Return no options: a command waits for its devices before it is planned, since they determine its ranks."""
     return {}
 
 
 def check(args: argparse.Namespace, job: Job) -> Job:
-    """Returns the job with what the flag says. UsageError for what does not fit together."""
+    """Return the job with the flag's value. UsageError for flags that do not fit together."""
     if args.lease is None:
         return job
     at_least(1, "--lease", args.lease)
@@ -43,7 +43,7 @@ def check(args: argparse.Namespace, job: Job) -> Job:
 
 
 def take(job: Job, server: ForkServer, environ: dict[str, str], tell: Callable[[str], None]) -> tuple[Job, Grant]:
-    """Returns the job on what it has got, and that; at once for one without a lease."""
+    """Return the job on its leased devices, and the grant; at once for a job without a lease."""
     from mlaunch.caller.launch.call import acquired  # which most commands do not need
     from mlaunch.caller.options.launch_options import Options
     from mlaunch.core.grants import Grant
@@ -61,7 +61,7 @@ def take(job: Job, server: ForkServer, environ: dict[str, str], tell: Callable[[
 
 
 def rows(environ: Mapping[str, str]) -> list[str]:
-    """Says who has which device, and who waits for which; nothing if nobody has any."""
+    """Return lines about held devices and waiting launches; none if there are none."""
     from mlaunch.leases.caller.acquisition import standing
     from mlaunch.leases.caller.lease_directory import place
 

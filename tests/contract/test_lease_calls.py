@@ -55,7 +55,7 @@ def test_more_ranks_than_cpus_are_told_of_once(
     train = launcher(os.getpid, n_gpus=2, device_type="cpu", lease=True)
     assert len({*train(), *train()}) == 4
     train.options(concurrent=1)()
-    assert caplog.messages == ["a lease for 2 ranks on 1 CPU: they take the only place, and share what is there"]
+    assert caplog.messages == ["a lease for 2 ranks on 1 CPU: they take the only place, and share the CPUs"]
 
 
 def fds_of_leases() -> list[tuple[list[str], list[str], bool]]:
@@ -78,7 +78,7 @@ def nested() -> list[int]:
 
 @pytest.mark.slow
 def test_a_launch_inside_the_one_that_holds_its_devices_is_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"getpid\(\) would wait for ever: it wants 1 of place on the CPUs 0, and"):
+    with pytest.raises(RuntimeError, match=r"getpid\(\) would deadlock: it wants 1 of place on the CPUs 0, and"):
         launcher(nested, n_gpus=1, concurrent=1)()
 
 
@@ -97,9 +97,7 @@ def test_two_launches_that_want_what_the_other_has_are_not_left_waiting(tmp_path
     runs = [launcher(crossed, n_gpus=1, concurrent=2).submit(tmp_path, number) for number in range(2)]
     (error,) = (found for run in runs if (found := run.exception(120)) is not None)
     assert isinstance(error, RuntimeError)
-    told = (
-        r"getpid\(\) would wait for ever: it wants 1 of place on the CPUs (\d) and waits for getpid\(\) \(pid \d+\), "
-    )
+    told = r"getpid\(\) would deadlock: it wants 1 of place on the CPUs (\d) and waits for getpid\(\) \(pid \d+\), "
     told += r"which is called in crossed\(\) \(pid \d+\), on place on the CPUs \1, and wants place"
     assert re.search(told, str(error))
 

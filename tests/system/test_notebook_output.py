@@ -18,7 +18,7 @@ nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
 print(json.dumps([[{"type": output["output_type"], "text": output.get("text", ""), "forms": [*output.get("data", {})]}
     for output in cell["outputs"]] for cell in notebook.cells]))
 """
-PATIENT = "from mlaunch.display.caller import drawn_lines; drawn_lines._FIRST_LOOK_DELAY = 60.0"
+PATIENT = "from mlaunch.display.caller import areas; areas._FIRST_DRAWN = 60.0"
 CELL = """
 from mlaunch import launcher
 def train():
@@ -83,7 +83,7 @@ ours = launcher(train, 1, progress=False)
 run = ours.submit()
 """
 WATCHING = """
-from mlaunch.display.caller.drawn_lines import DrawnLines
+from mlaunch.display.caller.areas import DrawnLines
 show, writers = DrawnLines.draw, []
 def draw(display, lines, now):
     if "in read_text at In[1]:8" in lines[-1] and not writers:

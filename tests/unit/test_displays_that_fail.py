@@ -14,8 +14,8 @@ from mlaunch.caller.output.console import Console
 from mlaunch.caller.output.lines import LineSplitter, Tails, WriteTimes
 from mlaunch.caller.output.merging import Merger
 from mlaunch.caller.output.output_plan import LaunchNumber
-from mlaunch.display.caller import bars, drawn_lines
-from mlaunch.display.caller.drawn_lines import Area
+from mlaunch.display.caller import areas, launch_lines
+from mlaunch.display.caller.areas import Area
 from mlaunch.sweeps.caller import sweep
 
 pytest.importorskip("torch", reason="its ranks need torch")
@@ -52,14 +52,20 @@ def work(value: int) -> int:
 
 AREA = [(Place, name) for name in ("show", "hide", "close", "forget")]
 LINES = [(LineSplitter, "feed"), (LineSplitter, "end"), (WriteTimes, "cut"), (Tails, "add"), (Tails, "of_ranks")]
-WAYS = [(Merger, "add"), (Merger, "take"), (bars, "line"), (display.caller, "status_lines"), (LaunchNumber, "label")]
+WAYS = [
+    (Merger, "add"),
+    (Merger, "take"),
+    (launch_lines, "loop_line"),
+    (display.caller, "status_lines"),
+    (LaunchNumber, "label"),
+]
 FINISHING = [(Console, "finish"), (Console, "wait")]
 
 
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines change from the beginning of each call, in an area."""
-    monkeypatch.setattr(drawn_lines, "_FIRST_LOOK_DELAY", 0.0)
+    monkeypatch.setattr(areas, "_FIRST_DRAWN", 0.0)
     monkeypatch.setattr(output_plan, "live_place", lambda **_: Place())
     monkeypatch.setattr(sweep, "live_place", lambda **_: Place())
 

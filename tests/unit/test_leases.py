@@ -215,7 +215,7 @@ def test_a_circle_is_refused_as_it_closes(tmp_path: Path) -> None:
     free = Acquisition(tmp_path, Wish("bc", 1, "free()", "z"))  # of the two one is free, though not in its turn
     assert free.step() is None
     second = Acquisition(tmp_path, Wish("a", 1, "second()", "b"))
-    with pytest.raises(RuntimeError, match=r"second\(\) would wait for ever: it wants 1 of a and waits for first\(\) "):
+    with pytest.raises(RuntimeError, match=r"second\(\) would deadlock: it wants 1 of a and waits for first\(\) "):
         second.step()
     free.close()
     second.close()

@@ -28,7 +28,7 @@ os.environ["MLAUNCH_LEASE_DIR"] = os.environ["LEASES"]
 wish = Wish(names, 2, "train()")
 request = LeaseRequest(Options(lease="idle"), {}, wish, dict(zip(names, range(4))))
 acquisition = request.begin()
-lease = request.look(acquisition)
+lease = request.step(acquisition)
 print(*lease.names, request.granted(lease).options.devices)
 lease.close()
 acquisition.close()
@@ -84,7 +84,7 @@ def test_where_it_cannot_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     options = Options(n_gpus=1, lease="idle")
     with pytest.raises(ModuleNotFoundError, match=r"by the package nvidia-ml-py, which is not installed here; install"):
         requests.request_of(options, OfOneKind("cuda"), {}, "train()")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"lease='idle' on cuda devices: NVIDIA's library tells of its own alone"):
+    with pytest.raises(ValueError, match=r"lease='idle' on cuda devices: NVIDIA's library knows only NVIDIA devices"):
         requests.request_of(options, OfOneKind("rocm"), {}, "train()")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"lease=2: allowed: True, False, 'idle'; for 2 devices: n_gpus=2, lease=True"):
         launcher(int, lease=2)  # type: ignore[arg-type]

@@ -24,8 +24,8 @@ from mlaunch.caller.output.output_plan import OutputPlan, Policy
 from mlaunch.caller.output.relay import Relay
 from mlaunch.display import wire
 from mlaunch.display.caller import published
-from mlaunch.display.caller.bars import line
-from mlaunch.display.caller.drawn_lines import Area
+from mlaunch.display.caller.areas import Area
+from mlaunch.display.caller.launch_lines import loop_line
 from mlaunch.protocol.board import Board, Loop
 from mlaunch.rank.setup.process import StampedFile
 
@@ -198,7 +198,7 @@ def test_the_bar_of_all_ranks_names_the_slowest() -> None:
     """By its global rank."""
     pytest.importorskip("tqdm", reason="tqdm is not installed (extra: notebook)")
     found = [Loop(2, done, 5.0, 10, 1.0, "epoch") for done in (4, 6)]
-    text = line([*found, Loop(1, 10, 5.0, 10, 0.0, "before")], 2, rank_start=8)
+    text = loop_line([*found, Loop(1, 10, 5.0, 10, 0.0, "before")], 2, rank_start=8)
     assert "epoch:   0%" in text
     assert "rank 10 is 6 behind" in text
 

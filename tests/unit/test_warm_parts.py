@@ -315,7 +315,7 @@ def test_one_that_serves_others_first_is_not_ended(works: bool, told: str, monke
     killed: list[int] = []
     counted = itertools.count()
     monkeypatch.setattr(zygote_client, "_PATIENCE", 0.0)
-    monkeypatch.setattr(zygote_client, "_LOOK", 0.001)
+    monkeypatch.setattr(zygote_client, "_CHECK", 0.001)
     monkeypatch.setattr(zygote_client, "_LONGEST", 0.1 if works else 3600.0)
     monkeypatch.setattr(linux, "worked", lambda _: str(next(counted)) if works else "")
     monkeypatch.setattr(zygote_upkeep, "kill", lambda _, pid: killed.append(pid))

@@ -14,8 +14,7 @@ from mlaunch.caller.call_log import CallLog
 from mlaunch.cli import main, ps_and_stop
 from mlaunch.display import caller as drawing
 from mlaunch.insight.caller import watching
-from mlaunch.insight.caller.device_use import DeviceUse
-from mlaunch.insight.caller.watch_rows import RankTable
+from mlaunch.insight.caller.watching import DeviceUse, RankTable
 
 FRAMES = [["/usr/lib/python3/dist-packages/torch/distributed/c.py", "9", "all_reduce"], ["/me/train.py", "21", "step"]]
 

@@ -1,4 +1,4 @@
-"""What the calling process draws: lines that change, where it has a place for them; what ranks display."""
+"""Drawing in the calling process: changing lines, and what ranks display."""
 
 from mlaunch.display.caller.areas import Notebook as Notebook
 from mlaunch.display.caller.areas import Terminal as Terminal

@@ -1,7 +1,7 @@
-"""Where lines can change while a launch runs: what it is doing, and ranks' progress bars.
+"""Places for lines that change while a launch runs: its status, and ranks' progress bars.
 
-On a terminal they stand below what is printed (rich draws them), in a notebook at the top of the cell's output.
-Elsewhere, without rich on a terminal, or with a pipe for stdout, there are none.
+On a terminal they are below the output (rich draws them), in a notebook at the top of the cell's output. Elsewhere,
+without rich on a terminal, or with a pipe as stdout, there are none.
 """
 
 from __future__ import annotations
@@ -15,15 +15,110 @@ import sys
 from types import FrameType
 from typing import Any
 
+from mlaunch.caller.output.harmless import harmless
+from mlaunch.caller.output.live import LiveLines, LivePlace
 from mlaunch.caller.report import notebook
-from mlaunch.display.caller.drawn_lines import Area
 
 _NO_CI = {"", "0", "false", "no"}  # values of the variable CI, which all of the usual services set
-_NEW_LINE = "\r\x1b[2K"  # where the cursor is: what stands there was ours, if nobody has written since
+_NEW_LINE = "\r\x1b[2K"  # at the cursor: the line is ours, unless others have written since
+_FIRST_DRAWN = 0.5  # seconds until lines are first drawn: a quick call shows nothing
+_PERIOD = 0.1  # seconds between two drawings
+
+
+class Area(LivePlace):
+    """A place where lines can be replaced. Write what its methods return to stderr."""
+
+    since: float | None = None  # the beginning of the first of several launches, in monotonic seconds
+
+    @property
+    def parts(self) -> int:
+        """The number of its launches that show something, if it has several."""
+        return 0
+
+    @property
+    def whole(self) -> Area:
+        """The place that this is a part of."""
+        return self
+
+    def lines(self, start: float) -> DrawnLines:
+        return DrawnLines(self, start)
+
+    def show(self, text: str) -> str:
+        raise NotImplementedError
+
+    def hide(self) -> str:
+        """Make room for output."""
+        raise NotImplementedError
+
+    def close(self, lines: list[str]) -> str:
+        """Draw the final state of these lines."""
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Start again: the drawing is gone."""
+        raise NotImplementedError
+
+
+class DrawnLines(LiveLines):
+    """The lines of a launch, drawn when they are due. ``start``: its beginning, on the caller's clock.
+
+    Of simultaneous launches in several threads, the first has the place, with those that have parts of the same one.
+    One that finds it taken never draws anything. A launch that prints makes room there.
+    """
+
+    def __init__(self, place: Area, start: float) -> None:
+        self._area: Area | None = place
+        self._whole = place.whole
+        self.due = (start if self._whole.since is None else self._whole.since) + _FIRST_DRAWN
+
+    def draw(self, lines: list[str], now: float) -> str:
+        with harmless():
+            if self._area is not None and self._take_place():
+                self.postpone(now)
+                return self._area.show("\n".join(lines))
+        self.give_up()
+        return ""
+
+    def postpone(self, now: float) -> None:
+        self.due = now + _PERIOD
+
+    def make_room(self) -> str:
+        if self._area is not None:
+            self._take_place()
+        return super().make_room()
+
+    def take_over(self) -> str:
+        """Take the place from the launch that has it, whose lines are no longer shown."""
+        holder, LiveLines.holder = LiveLines.holder, self._whole
+        with harmless():
+            return str(holder.hide()) if holder not in {None, self._whole} else ""
+        return ""
+
+    def close(self, lines: list[str]) -> str:
+        area, self._area, self.due = self._area, None, None
+        try:
+            with harmless():
+                return area.close(lines) if area is not None and LiveLines.holder is self._whole else ""
+            return ""
+        finally:
+            self._leave_place()
+
+    def give_up(self) -> None:
+        self._area = self.due = None
+        self._leave_place()
+
+    def _take_place(self) -> bool:
+        if LiveLines.holder is None:
+            LiveLines.holder = self._whole
+        return LiveLines.holder is self._whole
+
+    def _leave_place(self) -> None:
+        if LiveLines.holder is self._whole and not self._whole.parts:
+            LiveLines.holder = None
 
 
 class _Paper(io.StringIO):
-    """What rich takes for a terminal: nothing waits for the real one, and all that is printed goes one way."""
+    """A terminal for rich: drawing never waits for the real one, and all output goes one way."""
 
     def isatty(self) -> bool:
         return True
@@ -36,14 +131,14 @@ class _Paper(io.StringIO):
 
 
 class _Pauses:
-    """How often this process has gone on after a stop (Ctrl-Z), as far as somebody watches."""
+    """The number of times that this process was continued after a stop (Ctrl-Z), while it is watched."""
 
     def __init__(self) -> None:
         self.count = 0
         self._watchers: set[Terminal] = set()
 
     def watch(self, who: Terminal) -> None:
-        """Begin to count; nothing outside of the main thread, or where the user has a handler of his own."""
+        """Begin to count; but not outside of the main thread, or if the user has a handler."""
         self._watchers.add(who)
         with contextlib.suppress(ValueError):
             if signal.getsignal(signal.SIGCONT) == signal.SIG_DFL:
@@ -64,10 +159,10 @@ _pauses = _Pauses()
 
 
 class Terminal(Area):
-    """Needs rich.
+    """A terminal, drawn on with rich.
 
-    It sets nothing in the terminal that has to be set back (a hidden cursor): Ctrl-Z, Ctrl-\\ and most signals leave
-    without a word to us. After a stop it draws below what is there, which is the shell's; in the background nothing.
+    It sets nothing in the terminal that has to be restored (a hidden cursor): Ctrl-Z, Ctrl-\\ and most signals stop or
+    end the process without notice. After a stop it draws below the shell's output; in the background, nothing.
     """
 
     def __init__(self) -> None:
@@ -86,14 +181,14 @@ class Terminal(Area):
         self._look_at_pauses()
         if _is_in_background():
             return self._paper.take()
-        looks = Text(text, no_wrap=True, overflow="ellipsis")
+        drawn = Text(text, no_wrap=True, overflow="ellipsis")
         if self._live is None:
             _pauses.watch(self)
-            self._live = Live(looks, console=self._console, auto_refresh=False, transient=True,
+            self._live = Live(drawn, console=self._console, auto_refresh=False, transient=True,
                               redirect_stdout=False, redirect_stderr=False)  # fmt: skip
             self._live.start(refresh=True)
         else:
-            self._live.update(looks, refresh=True)
+            self._live.update(drawn, refresh=True)
         return self._paper.take()
 
     def hide(self) -> str:
@@ -104,7 +199,7 @@ class Terminal(Area):
         return self._paper.take()
 
     def _look_at_pauses(self) -> None:
-        """After a stop, leave what is drawn: what the shell has written since is below it."""
+        """After a stop, leave the drawing: the shell has written below it."""
         if self._pauses == _pauses.count:
             return
         self._pauses = _pauses.count
@@ -115,7 +210,7 @@ class Terminal(Area):
             self._paper.write(_NEW_LINE)
 
     def close(self, lines: list[str]) -> str:
-        """Leaves all but the first, which was of interest while it changed."""
+        """Leave all lines but the first, the status."""
         shown = self.hide()
         _pauses.leave(self)
         for line in lines[1:]:
@@ -123,19 +218,19 @@ class Terminal(Area):
         return shown + self._paper.take()
 
     def forget(self) -> None:
-        """Does nothing: nobody clears what is drawn here."""
+        """Do nothing: a terminal's drawing is not cleared."""
 
 
 def _is_in_background() -> bool:
-    """True if the terminal is another job's: who typed ``&``, or Ctrl-Z and ``bg``, has a prompt there."""
+    """True if the terminal is another job's: after ``&``, or Ctrl-Z and ``bg``, it shows a prompt."""
     for fd in (2, 1):
         with contextlib.suppress(OSError):  # no terminal, or not that of this session
-            return os.tcgetpgrp(fd) not in {0, os.getpgrp()}  # 0: of a namespace around this one, as under unshare
+            return os.tcgetpgrp(fd) not in {0, os.getpgrp()}  # 0: in an outer namespace, as under unshare
     return False
 
 
 class Notebook(Area):
-    """An output of the running cell, replaced each time."""
+    """An output of the running cell, which is replaced each time."""
 
     def __init__(self) -> None:
         self._id = os.urandom(16).hex()
@@ -152,7 +247,7 @@ class Notebook(Area):
         return ""
 
     def hide(self) -> str:
-        """Takes the place above the first line that is printed."""
+        """Take the place above the first line of output."""
         return "" if self._shown is not None else self.show("")
 
     def close(self, lines: list[str]) -> str:
@@ -163,9 +258,9 @@ class Notebook(Area):
 
 
 def area(*, blocks: bool = True) -> Area | None:
-    """Returns the place for changing lines that this process has; None if it has none.
+    """Return this process's place for changing lines; None if it has none.
 
-    ``blocks``: the call waits for its ranks. Lines of one that does not would be drawn over the prompt of a terminal.
+    ``blocks``: the call waits for its ranks. Otherwise its lines would be drawn over the prompt of a terminal.
     """
     if notebook.is_here():
         return Notebook()
@@ -177,12 +272,12 @@ def area(*, blocks: bool = True) -> Area | None:
 
 
 def _is_a_log() -> bool:
-    """True if what the terminal shows is kept as lines: it cannot change any, or it is the log of a CI's job."""
+    """True if the terminal keeps all lines: it cannot change any, or it is the log of a CI job."""
     return os.environ.get("TERM") == "dumb" or os.environ.get("CI", "").lower() not in _NO_CI
 
 
 def is_piped(fd: int) -> bool:
-    """True if a program reads what is written there, which may draw on the whole terminal, as ``less`` does."""
+    """True if a program reads it, which may draw on the whole terminal, as ``less`` does."""
     with contextlib.suppress(OSError):
         return stat.S_ISFIFO(os.fstat(fd).st_mode)
     return False

@@ -1,4 +1,4 @@
-"""What a rank displays, in the cell of the notebook that called."""
+"""Displays of ranks, shown in the notebook's cell that made the call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mlaunch.display import wire
 
 
 def show(line: bytes) -> str:
-    """Show what a rank has sent in the cell that runs; return what is to be printed instead, as ``publish`` does."""
+    """Show a display of a rank in the running cell; return the text to print in its place, as ``publish`` does."""
     instead = publish(line)
     if clears(line) and LiveLines.holder is not None:
         LiveLines.holder.forget()
@@ -18,15 +18,15 @@ def show(line: bytes) -> str:
 
 
 def clears(line: bytes) -> bool:
-    """True if the line of a rank asks that the cell's output be cleared."""
+    """True if the rank clears the cell's output."""
     found = wire.read(line)
     return found is not None and "clear" in found[1]
 
 
 def publish(line: bytes, publisher: Any = None) -> str:
-    """Show what a rank has sent; return what is to be printed instead, if the notebook takes none of it.
+    """Show a display of a rank; return the text to print in its place, if the notebook does not take it.
 
-    ``publisher``: None for that of the cell that runs.
+    ``publisher``: None for the running cell's.
     """
     found = wire.read(line)
     if found is None:  # the rank was interrupted as it wrote
@@ -38,7 +38,7 @@ def publish(line: bytes, publisher: Any = None) -> str:
             publisher.clear_output(wait=bool(content["clear"]))
         else:
             publisher.publish(**content)
-    except Exception:  # there is no telling what a frontend's publisher raises at what a rank has made
+    except Exception:  # a frontend's publisher may raise anything
         data = content.get("data")
         return f"{data.get('text/plain', '')}\n" if isinstance(data, dict) else ""
     return ""

@@ -1,4 +1,4 @@
-"""One place for lines that change, of several launches at once, and a last line for all of them."""
+"""A place for the changing lines of several launches at once, with a last line for all of them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable
 from mlaunch.caller.output.console import Console
 from mlaunch.caller.output.harmless import harmless
 from mlaunch.caller.output.live import LiveLines
-from mlaunch.display.caller.drawn_lines import Area
+from mlaunch.display.caller.areas import Area
 
 
 class SharedArea(Area):
-    """``total``: makes the last line; ``since``: when the first launch began, in monotonic seconds.
+    """The shared place. ``total`` makes the last line; ``since``: the first launch's beginning, in monotonic seconds.
 
-    What methods return is to be written to stderr, as with any ``Area``.
+    Write what the methods return to stderr, as with any ``Area``.
     """
 
     def __init__(self, place: Area, total: Callable[[], str], since: float) -> None:
@@ -23,20 +23,20 @@ class SharedArea(Area):
 
     @property
     def parts(self) -> int:
-        """How many of its launches show something."""
+        """The number of its launches that show something."""
         return len(self._texts)
 
     def part(self, number: int) -> AreaPart:
-        """Return the place of one launch. ``number``: where among the others, whichever begins first."""
+        """Return the place of one launch. ``number``: its position, whichever launch begins first."""
         return AreaPart(self, number)
 
     def take(self, part: AreaPart, text: str) -> str:
-        """Takes what a launch shows."""
+        """Show the lines of a launch."""
         self._texts[part] = text
         return self._show()
 
     def leave(self, part: AreaPart) -> str:
-        """Shows nothing more of a launch."""
+        """Remove the lines of a launch."""
         self._texts.pop(part, None)
         return self._show() if self._texts else self._place.close([self._total()])
 
@@ -54,7 +54,7 @@ class SharedArea(Area):
         self._place.forget()
 
     def settle(self) -> None:
-        """Leaves of all of it what should stay, once the launches are over."""
+        """Draw the final state, after all launches."""
         with LiveLines.lock, harmless():
             left = self._place.close([self._total()]) if self._shown and not self._texts else ""
             console = Console()
@@ -68,7 +68,7 @@ class SharedArea(Area):
 
 
 class AreaPart(Area):
-    """The part of one launch. ``number``: its place among the others, whichever begins first."""
+    """The place of one launch. ``number``: its position, whichever launch begins first."""
 
     def __init__(self, whole: SharedArea, number: int) -> None:
         self._whole, self.number = whole, number

@@ -12,13 +12,13 @@ from typing import Any
 from mlaunch.base.text import in_seconds
 from mlaunch.caller.report.launch_report import PHASES, LaunchReport, RankReport
 
-# Okabe and Ito's, which people who see few colours can tell apart; "run" is the one that matters.
+# Okabe and Ito's, which colour-blind people can tell apart.
 COLOURS = {
     "import": "#999999", "start": "#56B4E9", "rendezvous": "#E69F00", "receive": "#F0E442", "run": "#009E73",
     "send": "#0072B2", "wait": "#CCCCCC", "stop": "#CC79A7",
 }  # fmt: skip
 _WIDTH, _LEFT, _RIGHT, _TOP, _BAR, _GAP = 760, 70, 20, 34, 18, 6  # pixels
-_SHOWN = 64  # ranks: more would be a wall
+_SHOWN = 64  # ranks at most
 _TICKS = 6
 
 
@@ -40,7 +40,7 @@ def svg(report: LaunchReport) -> str:
 
 
 def _scale(report: LaunchReport) -> float:
-    """Pixels per second."""
+    """Return the pixels per second."""
     return (_WIDTH - _LEFT - _RIGHT) / max(report.seconds, 1e-9)
 
 
@@ -62,7 +62,7 @@ def _axis(report: LaunchReport, y: int) -> Iterator[str]:
 
 
 def _step(seconds: float) -> float:
-    """Returns 1, 2 or 5 times a power of ten, for some six ticks."""
+    """Return 1, 2 or 5 times a power of ten, for about six ticks."""
     rough = max(seconds, 1e-9) / _TICKS
     power = 10.0 ** math.floor(math.log10(rough))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)

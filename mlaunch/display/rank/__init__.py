@@ -1,4 +1,4 @@
-"""In a rank: what it displays goes to the notebook that called, and bars of widgets are text."""
+"""In a rank: displays go to the notebook that has called, and widget bars become text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlaunch.protocol.spec import LaunchSpec
 
 
 class DisplayingRank(RankPart):
-    """A rank of a launch that a notebook has made; the first one has a pipe to that."""
+    """A rank of a notebook's launch; the first rank has a pipe to the notebook."""
 
     def begin(self, spec: LaunchSpec, local_rank: int) -> Mapping[str, str]:
         rich_display.install(self.pipes.get(STREAM, -1))
@@ -26,7 +26,7 @@ def part(_section: object, _rank: int) -> RankPart:
 
 
 def spec_of(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
-    """Return that of a module which is about to be imported; None: as it is found."""
+    """Return the spec of a module that is about to be imported; None: its own."""
     return text_bars.spec() if name == text_bars.NAME else rich_display.spec_of(path)
 
 

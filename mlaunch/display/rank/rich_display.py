@@ -1,4 +1,4 @@
-"""Sends what a rank displays to the notebook that called; ranks that it does not hear print text in its place."""
+"""Displays of a rank, sent to the notebook that has called; ranks without a pipe to it print text."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from mlaunch.base.fds import KeptFd
 from mlaunch.display import wire
 
 FUNCTIONS = "IPython.core.display_functions"
-_COPIES = ("IPython.display", "IPython.core.display")  # which take names from there
+_COPIES = ("IPython.display", "IPython.core.display")  # they copy its names
 
 
-_senders: list[_Sender] = []  # that of this process, if a notebook has called
+_senders: list[_Sender] = []  # this process's, if a notebook has called
 
 
 def install(fd: int) -> None:
-    """Affects ``IPython.display``, imported before or after. ``fd``: the pipe; -1: this rank prints text."""
+    """Redirect ``IPython.display``, imported before or later. ``fd``: the pipe; -1: this rank prints text."""
     builtins.display = _display  # type: ignore[attr-defined]  # as in each cell
     sender = _Sender(linux.aside(fd) if fd >= 0 else -1)
     _senders[:] = [sender]
@@ -39,7 +39,7 @@ def install(fd: int) -> None:
 
 @contextlib.contextmanager
 def in_cell(formatter: Any, publisher: Any) -> Iterator[None]:
-    """Gives objects the forms that a cell's shell has for them. ``publisher``: takes them, too; None: as outside."""
+    """A block in which a cell's shell formats objects. ``publisher``: takes them, too; None: as outside."""
     for sender in _senders:
         sender.formatter, sender.publisher = formatter, publisher
     try:
@@ -57,7 +57,7 @@ def _display(*objects: Any, **options: Any) -> Any:
 
 
 class _Sender:
-    """Writes into the pipe, as IPython's publisher would to its frontend; threads take turns."""
+    """A publisher that writes into the pipe, in place of IPython's, which writes to its frontend."""
 
     def __init__(self, fd: int) -> None:
         self._pipe = KeptFd(fd)
@@ -68,7 +68,7 @@ class _Sender:
         self.publisher: Any = None
 
     def publish(self, data: dict[str, Any], metadata: Any = None, **options: Any) -> None:
-        """Sends a bundle; its text alone where that is too large. What cannot be sent is printed as text."""
+        """Send a bundle; only its text if that is too large. What cannot be sent is printed as text."""
         if self._is_collected:
             self.publisher.publish(data, metadata, **options)
             return
@@ -78,18 +78,17 @@ class _Sender:
         options = {name: options[name] for name in ("transient", "update") if options.get(name)}
         try:
             line = wire.line_of({"data": data, "metadata": metadata or {}, **options})
-        except (TypeError, ValueError):  # what it has made of itself is no JSON: a key that is no text, a cycle
+        except (TypeError, ValueError):  # no JSON: a key that is no text, a cycle
             print(data.get("text/plain", "") if isinstance(data, dict) else data)
             return
         if line is None:
             most = f"{wire.LIMIT >> 20} MiB"
             text = f"{str(data.get('text/plain', 'an object'))[:200]} (not shown: it takes more than {most})"
-            # Bounded, as the caller holds a bundle whole before it shows it.
             line = wire.line_of({"data": {"text/plain": text}, "metadata": {}, **options})
         self._write(line or b"")
 
     def clear_output(self, wait: bool = False) -> None:
-        """Clears the cell's output."""
+        """Clear the cell's output."""
         if self._is_collected:
             self.publisher.clear_output(wait=wait)
         elif self._is_heard:
@@ -101,18 +100,18 @@ class _Sender:
 
     @property
     def _is_heard(self) -> bool:
-        """Whether the notebook reads the pipe: not of a worker of the rank, nor if other code has closed it."""
+        """True if the notebook reads the pipe; not in a worker of the rank, or if other code has closed it."""
         return os.getpid() == self._pid and self._pipe.intact()
 
     def _write(self, line: bytes) -> None:
         with self._lock, contextlib.suppress(BrokenPipeError):  # the notebook is gone
             rest = memoryview(line)
             while rest:
-                # A pipe takes a part of a large bundle; the lock keeps another thread's out of it.
+                # A pipe takes a large bundle in parts; the lock keeps other threads out.
                 rest = rest[os.write(self._pipe.fd, rest) :]
 
     def format(self, thing: Any, include: Any, exclude: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns data and metadata in all forms that the object has; text alone if nothing else is of use."""
+        """Return data and metadata in all forms of the object; only text if others are useless."""
         include = include if self._is_collected or self._is_heard else {"text/plain"}
         if self.formatter is not None:
             return self.formatter.format(thing, include=include, exclude=exclude)  # type: ignore[no-any-return]
@@ -132,9 +131,9 @@ def _png_of(figure: Any) -> Any:
 
 
 def spec_of(path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
-    """Return that of IPython's functions, which are replaced before others take them from there; None: as they are.
+    """Return the spec of IPython's functions, to be replaced before other modules copy them; None: unchanged.
 
-    So they are not imported here: that takes half a second, also of ranks that display nothing.
+    So they are not imported here: that would take half a second, even in ranks that display nothing.
     """
     spec = importlib.machinery.PathFinder.find_spec(FUNCTIONS, path) if _senders else None
     if spec is not None and spec.loader is not None:
@@ -149,7 +148,7 @@ def spec_of(path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None
 
 
 def _replace(module: ModuleType, sender: _Sender) -> None:
-    """Replaces what looks for a shell, which a rank has not: libraries would take the rank for a notebook."""
+    """Replace functions that look for a shell, which a rank does not have."""
 
     def display(
         *objects: Any, metadata: Any = None, transient: Any = None, display_id: Any = None, raw: bool = False,
@@ -164,7 +163,7 @@ def _replace(module: ModuleType, sender: _Sender) -> None:
             sender.clear_output(wait=True)
         for thing in objects or (({},) if number else ()):
             data, told = (thing, {}) if raw or not objects else sender.format(thing, *forms)
-            if data or raw or not objects:  # else the object has displayed itself
+            if data or raw or not objects:  # otherwise the object has displayed itself
                 sender.publish(data, {**told, **(metadata or {})}, transient=sent, **options)
         return module.DisplayHandle(number) if number else None
 

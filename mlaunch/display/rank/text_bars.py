@@ -1,4 +1,4 @@
-"""Makes ``tqdm.notebook`` draw text in ranks, whose widgets no notebook would hear of: a rank has no kernel."""
+"""Text bars for ``tqdm.notebook`` in ranks: a rank has no kernel, so its widgets would reach no notebook."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAME = "tqdm.notebook"
 
 
 class _TextBars(importlib.abc.Loader):
-    """Makes the module, under which functions of a notebook are pickled by name."""
+    """A loader of the module, whose name pickled functions of a notebook refer to."""
 
     def exec_module(self, module: ModuleType) -> None:
         from tqdm import std
@@ -28,7 +28,7 @@ class _TextBars(importlib.abc.Loader):
 
 
 def spec() -> importlib.machinery.ModuleSpec | None:
-    """Return that of a module to be imported in place of tqdm's."""
+    """Return the spec of a module to be imported in place of tqdm's."""
     return importlib.util.spec_from_loader(NAME, _TextBars())
 
 
@@ -40,11 +40,10 @@ def change(module: ModuleType) -> None:
 
 
 def _turn_to_text(bar: Any) -> None:
-    """Takes from the class of widgets, which others have as their base, all that draws otherwise than its own base."""
+    """Remove from the class of widgets all methods of its own that draw."""
     from tqdm import std
 
-    # The class itself is changed and not replaced: a function that came by value may hold it, or a class made from
-    # it.
+    # The class is changed, not replaced: a function that came by value may hold it, or a subclass.
     for name in vars(bar).keys() & vars(std.tqdm).keys() - {"__module__", "__doc__", "__init__"}:
         delattr(bar, name)
 
@@ -55,7 +54,7 @@ def _turn_to_text(bar: Any) -> None:
 
 
 def _for_text(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a widget without what only widgets have."""
+    """Return the arguments of a widget without those that only widgets have."""
     width = kwargs.get("ncols")
     left_out = {"display", *(("ncols",) if isinstance(width, str) else ())}  # such as "100%"
     return {name: value for name, value in kwargs.items() if name not in left_out}

@@ -1,4 +1,4 @@
-"""What a launch tells of its ranks to who looks at it."""
+"""Answers about a launch's ranks."""
 
 from mlaunch.insight.agent.inspector import Inspector
 

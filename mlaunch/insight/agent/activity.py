@@ -1,4 +1,4 @@
-"""What a process and its children have done so far, by the kernel's counts: what differs says who works."""
+"""The activity of a process and its children, from the kernel's counts: a process works if they change."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import os
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")  # bytes
 _TICK = 1 / os.sysconf("SC_CLK_TCK")  # seconds
-# Numbers of x86_64; elsewhere nothing is said rather than something wrong.
+# Numbers of x86_64; unknown elsewhere.
 _CALLS = {"0": "reading", "17": "reading", "19": "reading", "1": "writing", "18": "writing", "20": "writing",
           "74": "flushing", "75": "flushing"}  # fmt: skip
 _OWN, _WAITED_FOR = slice(11, 13), slice(13, 15)  # times in user and kernel mode, behind the name in /proc/PID/stat
 
 
 def activity(pid: int) -> dict[str, float]:
-    """Returns seconds, bytes and times since the process began.
+    """Return seconds, bytes and counts since the process began.
 
-    ``switches``: how often its main thread has begun to wait, as who talks with a socket does for each packet;
-    ``main``: that it has run, or has waited for a CPU; ``threads``: that all its threads have run; ``children``: that
-    all below it have, also those that are gone; ``bytes``: read and written by all of them.
+    ``switches``: how often its main thread has begun to wait, as it does for each packet of a socket; ``main``: seconds
+    that it has run, or waited for a CPU; ``threads``: that all its threads have run; ``children``: that its descendants
+    have run, including those that are gone; ``bytes``: read and written by all of them.
     """
     below = _descendants(pid)
     own = _times(pid)
@@ -32,13 +32,13 @@ def activity(pid: int) -> dict[str, float]:
 
 
 def resident(pid: int) -> int:
-    """Returns the bytes of physical memory that a process holds, shared ones too; 0 if it is gone."""
+    """Return the bytes of physical memory that a process holds, with shared memory; 0 if it is gone."""
     fields = _read(f"/proc/{pid}/statm").split()
     return int(fields[1]) * _PAGE if fields else 0
 
 
 def asleep(pid: int) -> str:
-    """Names the place in the kernel where the main thread sleeps, "asleep" where that is not told; "" if it runs."""
+    """Return the place in the kernel where the main thread sleeps, "asleep" if unknown; "" if it runs."""
     state = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1]
     if state != ["S"]:
         return ""
@@ -47,7 +47,7 @@ def asleep(pid: int) -> str:
 
 
 def children_of(pid: int) -> list[int]:
-    """Returns the children that each of its threads has started."""
+    """Return the children of all its threads."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
@@ -56,7 +56,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def file_of(pid: int) -> str:
-    """Says for which file a process waits in the kernel: ", reading /data/shard-7"; "" if that is not known."""
+    """Return the file that a process waits for in the kernel: ", reading /data/shard-7"; "" if unknown."""
     number, *arguments = _read(f"/proc/{pid}/syscall").split() or [""]
     doing = _CALLS.get(number) if os.uname().machine == "x86_64" else None
     with contextlib.suppress(OSError, IndexError):
@@ -78,7 +78,7 @@ def _switches(pid: int) -> int:
 
 def _scheduled(pid: int) -> float:
     ran, waited, *_ = map(int, _read(f"/proc/{pid}/task/{pid}/schedstat").split() or ("0", "0"))
-    # Waiting for a CPU counts as work: on a busy machine a rank that computes would look as if it stood still.
+    # Waiting for a CPU counts as work: otherwise, on a busy machine, a computing rank would seem to do nothing.
     return (ran + waited) / 1e9
 
 
@@ -93,7 +93,7 @@ def _bytes(pid: int) -> int:
 
 
 def _read(path: str) -> str:
-    """Returns what the file holds; "" if the process is gone, or another user's."""
+    """Return the file's content; "" if the process is gone, or another user's."""
     with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
         return file.read()
     return ""

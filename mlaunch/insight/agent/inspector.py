@@ -1,7 +1,7 @@
-"""Answers to those who ask a running launch what its ranks do (``mlaunch why``, ``stacks``), and to its own caller.
+"""The agent's answers to questions what its ranks do, from ``mlaunch why``, ``stacks``, and its own caller.
 
-Where ranks are comes from their control threads, and only of those that do not tell in time from signals: Python 3.11
-and 3.12 read a stack that is not there yet when a signal comes as C code enters the interpreter, and the rank dies.
+Ranks' control threads tell where they are; signals are only for those that do not answer in time: Python 3.11 and 3.12
+read a stack that is not there yet when a signal comes as C code enters the interpreter, and the rank dies.
 
     nobody asks --why, stacks--> places are asked --all have told-------------------> answered
                                         |                                                ^
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
     from mlaunch.agent.scene import Scene
 
 _Tell = Callable[[Mapping[str, Any]], None]
-_PLACES_TIMEOUT = 0.5  # seconds for ranks to tell where they are, before a signal asks those that have not
+_PLACES_TIMEOUT = 0.5  # seconds for ranks to answer, before the others get a signal
 
 
 class Inspector(AgentPart):
-    """Of one launch."""
+    """The answers of one launch's agent."""
 
-    until_the_end = True  # ranks that do not end are looked at, too
+    until_the_end = True  # ranks that do not end are asked about, too
 
     def __init__(self, scene: Scene) -> None:
         self._scene, self._board, self._clock = scene, scene.board, scene.clock
-        self._curious: list[tuple[_Tell, bytes]] = []  # those who wait for what ranks tell, with their word
+        self._curious: list[tuple[_Tell, bytes]] = []  # waiting questions, with their words
         self._entered = scene.entered()
-        self._signal_at: float | None = None  # when those are asked by signals that have not told where they are
-        self._answer_at: float | None = None  # when they get what there is
+        self._signal_at: float | None = None  # the time to signal ranks that have not answered
+        self._answer_at: float | None = None  # the time to answer with what is known
 
     def due(self) -> list[float]:
         return [at for at in (self._answer_at, self._signal_at) if at is not None]
@@ -47,7 +47,7 @@ class Inspector(AgentPart):
     def asked(self, word: bytes, tell: _Tell) -> None:
         if word == ALL_STACKS:
             self._signal([rank for rank in self._scene.ranks if rank.alive], all_threads=True)
-        elif not self._curious or not self._entered.with_places:  # else they get what others have asked for
+        elif not self._curious or not self._entered.with_places:  # otherwise they get the answer to an earlier question
             # By their control threads. A signal killed ranks that were importing, once in some thousand times
             # (SIGSEGV); only those that have not answered by _signal_at get one.
             self._entered.ask(place=word != PULSE)
@@ -68,11 +68,11 @@ class Inspector(AgentPart):
             self._curious, self._answer_at = [], None
 
     def _silent(self) -> list[RankProcess]:
-        """Return the ranks that have not told where they are."""
+        """Return the ranks that have not answered."""
         return [rank for rank in self._scene.ranks if rank.alive and rank.rank not in self._entered.places]
 
     def _signal(self, ranks: Collection[RankProcess], *, all_threads: bool = False) -> None:
-        """Ask these by a signal."""
+        """Ask these ranks by a signal."""
         for rank in ranks:
             self._scene.stacks.ask(rank, self._board[rank.local_rank], all_threads=all_threads)
         if ranks:
@@ -100,7 +100,7 @@ class Inspector(AgentPart):
         return status
 
     def _watched(self, rank: RankProcess) -> dict[str, Any]:
-        """Return where it is and what it uses.
+        """Return the rank's place and resources.
 
         ``seconds``: from the loop's beginning to its latest turn; ``still``: since then.
         """
@@ -115,19 +115,19 @@ class Inspector(AgentPart):
         }  # fmt: skip
 
     def _marks(self, rank: RankProcess) -> list[Any]:
-        """Return how far it is: phase, loop, turns, operations; None for what it has not told."""
+        """Return the rank's progress: phase, loop, turns, operations; None for unknown ones."""
         loop, told = self._board.loop(rank.local_rank), self._entered.told.get(rank.rank)
         phase, turns = self._board[rank.local_rank], self._entered.turns.get(rank.rank)
         return [phase.value, loop.number, loop.done, turns, None if told is None else _begun(told)]
 
 
 def _begun(operations: Operations) -> int:
-    """Return how many collectives and messages that is."""
+    """Return the number of collectives and messages."""
     messages = (count for group in operations.groups for _, count in (*group.sent, *group.received))
     return sum(group.number for group in operations.groups) + sum(messages)
 
 
 def held_children(pid: int) -> list[str]:
-    """Says which children of a rank do not run since something holds them, such as a data loader's worker."""
+    """Return the children of a rank that something holds up, such as a data loader's worker."""
     states = [(child, state_of(child)) for child in children_of(pid)]
     return [f"(pid {child}): {STATES[state]}{file_of(child)}" for child, state in states if state in STATES]

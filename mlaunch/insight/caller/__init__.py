@@ -1,6 +1,6 @@
-"""What ranks do, in words for their caller and for people who look.
+"""What ranks do, in words for their caller and for people.
 
-Nothing is imported before it is asked for: each call that takes longer than a moment has a watch.
+Imports are late: each call that takes longer than a moment has a watch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mlaunch.protocol.messages import RankStacks
 
 
-_STACKS_TIMEOUT = 5.0  # seconds for a launch to tell
+_STACKS_TIMEOUT = 5.0  # seconds for a launch to answer
 
 
 def part(options: Options, _spell: Spell) -> CallerPart:
@@ -33,9 +33,9 @@ def part(options: Options, _spell: Spell) -> CallerPart:
 
 
 def watch(call: WatchedCall) -> StallWatch | None:
-    """Return what looks whether the ranks make progress; None: the options want no report.
+    """Return a watch of the ranks' progress; None: the options want none.
 
-    Where machines have a caller each, none of these sees all ranks.
+    Nor is there one if each machine has a caller, since none of these sees all ranks.
     """
     terms = terms_of(call.spec.sections)
     if terms.seconds is None or call.spec.cluster is not None:
@@ -46,14 +46,14 @@ def watch(call: WatchedCall) -> StallWatch | None:
 
 
 def of_deadline(stacks: Sequence[RankStacks], returned: Iterable[int]) -> tuple[list[str], list[int]]:
-    """Say who waits for whom of ranks that a deadline has ended; with the ranks that hold up the others."""
+    """Return who waits for whom among ranks that a deadline has ended, and the ranks that hold up the others."""
     from mlaunch.insight.caller import why_text
 
     return why_text.of_stacks(stacks, returned)
 
 
 def why_launch(launch_id: str) -> str:
-    """Says which rank of it the others wait for; "" if it does not run."""
+    """Return which rank of a launch the others wait for; "" if it does not run."""
     from mlaunch.caller.running_launches import ask, facts_of, whole
     from mlaunch.insight.caller.why_text import sentence
 
@@ -62,14 +62,14 @@ def why_launch(launch_id: str) -> str:
 
 
 def why_call(name: str) -> str:
-    """Says it of the calls of the function of that name which this process has made and which run, a line each."""
+    """Return a line for each of this process's running calls of that function: the rank that the others wait for."""
     from mlaunch.caller.running_launches import launches_of
 
     return "\n".join(said for launch_id in launches_of(name) if (said := why_launch(launch_id)))
 
 
 def watch_calls(name: str, log: CallLog) -> None:
-    """Show what each rank of the function's calls does until none of them runs."""
+    """Show what each rank of the function's calls does, until none runs."""
     from mlaunch.insight.caller import watching
 
     watching.watch_calls(name, log)

@@ -1,4 +1,4 @@
-"""Where the ranks of a running launch are, as people read it: ``run.stacks()``, ``mlaunch stacks``."""
+"""The stacks of a running launch's ranks, for people: ``run.stacks()``, ``mlaunch stacks``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from mlaunch.caller.report.failure_text import in_words, without_import
 
 
 class StacksOfRanks(dict[int, str]):
-    """By rank, the Python stack of its main thread, its innermost call last; its state where none is known.
+    """The Python stack of each rank's main thread, the innermost call last; its state if that is unknown.
 
-    Printed, and in a notebook, ranks at the same place stand together, as ``mlaunch stacks`` shows them.
+    Printed, and in a notebook, ranks at the same place share an entry, as in ``mlaunch stacks``.
 
     Attributes:
         states: What each rank does: "running", "joining the process group", "its machine is lost".
@@ -45,7 +45,7 @@ def _lines(frames: Iterable[tuple[str, str, str]]) -> list[str]:
 
 
 def grouped(ranks: Iterable[Mapping[str, Any]]) -> str:
-    """Says it of ranks that have told their stacks, once for those at the same place."""
+    """Return the stacks of ranks, once for those at the same place."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for rank in shown([*ranks]):
         frames = tuple(tuple(frame) for frame in rank["frames"])

@@ -1,12 +1,12 @@
-"""Says which rank the others wait for, from what each has entered and where it is. Pure functions on tables.
+"""The rank that the others wait for, from what each has entered and where it is. Pure functions on tables.
 
     rank r waits in group g for collective number n  ->  each member of g whose number is lower
     rank r receives from rank s, or sends to it      ->  s, if it has not sent, or received, as many
     rank r makes a group                             ->  each member that has not begun to make it
 
-Who is waited for and waits for nobody is why the others wait. Where all who are waited for wait themselves, there is a
-circle, or ranks that have all entered something which does not end: they are in different operations, their tags
-differ, or the device or the network is slow.
+A rank that others wait for, and that waits for none, is the cause. If all of these wait themselves, there is a circle,
+or they have all entered an operation that does not end: they are in different ones, their tags differ, or the device or
+the network is slow.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from mlaunch.protocol.messages import ANY
 
 # By name of the group: its members, and the number of the latest collective that the rank has entered.
 Entered = Mapping[str, tuple[tuple[int, ...], int]]
-Messages = Mapping[str, Mapping[int, int]]  # by name of the group and by rank: how many
+Messages = Mapping[str, Mapping[int, int]]  # by name of the group and by rank: their number
 DEFAULT = "0"  # torch's name of the default group
 NEW_GROUP, INIT = "new_group", "init_process_group"
-_MEETINGS = {INIT, "init_rpc"}  # where ranks meet before they have a group
+_MEETINGS = {INIT, "init_rpc"}  # ranks meet in these before they have a group
 _OF_ANYTHING = {"", "wait", "wait_tensor", "synchronize"}  # these wait for the end of some collective
-_MOST = 4  # ranks, or groups of them, that a sentence tells of
+_MOST = 4  # ranks, or groups of them, in a sentence
 
 
 @frozen_record
 class WaitView:
-    """What a rank waits for.
+    """A wait of a rank.
 
     Attributes:
-        operation: As users call it; "": not known, but something inside torch, or of C code.
+        operation: The name that users call; "": unknown, inside torch or C code.
         doing: For people: "in all_reduce at train.py:21".
-        group: Its name; "": not known.
-        number: Which collective of the group.
+        group: Its name; "": unknown.
+        number: The collective's number in the group.
         peer: Of a message: the other rank, or ``ANY``; None: it is no message.
         tag: Of a message.
         members: Of the group.
-        is_known: False: the rank is ahead of others and sleeps.
+        is_known: False: all that is known is that the rank is ahead of others and sleeps.
     """
 
     operation: str
@@ -56,20 +56,20 @@ class WaitView:
 
 @frozen_record
 class RankView:
-    """A rank as ``mlaunch why`` sees it.
+    """A rank, for ``mlaunch why``.
 
     Attributes:
         rank: Global rank.
         doing: For people: "in all_reduce at train.py:21".
         operation: The collective that its main thread is in; "": none.
-        waits: What it waits for.
-        is_free: Whether its main thread waits for none of these; None: it waits if it is ahead of somebody.
+        waits: Its waits.
+        is_free: True if its main thread is in none of these; None: it is, if it is ahead of another rank.
         entered: None if its control thread has not answered, or it is gone.
         latest: By name of the group, the operation of that number.
-        completed: By name of the group, how many operations its device has done; of groups of which that is known.
-        sent: Messages, and ``received``.
-        made: How many groups it has made.
-        returned: From its function: it will enter nothing more.
+        completed: By name of the group, the number of operations that its device has done, if known.
+        sent: The numbers of messages; and ``received``.
+        made: The number of groups that it has made.
+        returned: True: it has returned from its function, and will enter nothing more.
     """
 
     rank: int
@@ -94,24 +94,24 @@ class _Edge:
     other: int
     wait: WaitView
     group: str
-    number: int | None  # None: not known, or it is no collective
+    number: int | None  # None: unknown, or it is no collective
 
 
 Known = Mapping[int, RankView]
 
 
 def why(views: Sequence[RankView]) -> str:
-    """Returns the sentence that says who holds up whom."""
+    """Return the sentence about who holds up whom."""
     known = {view.rank: view for view in views}
     said, is_sure = _sentence(known)
     if is_sure:
         return said
-    # In a circle, who only seems to wait is more likely to be its cause.
+    # In a circle, a rank that only seems to wait is more likely to be its cause.
     return _sentence({rank: _surely(view) for rank, view in known.items()})[0]
 
 
 def waited_for(views: Sequence[RankView]) -> list[int]:
-    """Return the ranks that others wait for, and that wait for nobody; none where ranks wait for each other."""
+    """Return the ranks that others wait for, and that wait for none; [] if ranks wait for each other."""
     return sorted(_roots(*_ways({view.rank: view for view in views})))
 
 
@@ -121,7 +121,7 @@ def _surely(view: RankView) -> RankView:
 
 
 def _sentence(known: Known) -> tuple[str, bool]:
-    """Says it; False if it says that ranks wait for each other, of which one only seems to wait."""
+    """Return the sentence; and False if it names a circle in which a rank only seems to wait."""
     edges, known = _ways(known)
     ahead = {edge.rank for edge in edges}
     told = _blame(_roots(edges, known), edges, known)
@@ -143,7 +143,7 @@ def _ways(known: Known) -> tuple[list[_Edge], dict[int, RankView]]:
 
 
 def _roots(edges: Sequence[_Edge], known: Known) -> set[int]:
-    """Return the ranks that others wait for, and that wait for nobody."""
+    """Return the ranks that others wait for, and that wait for none."""
     return {edge.other for edge in edges if known[edge.other].is_free}
 
 
@@ -190,7 +190,7 @@ def _lacks(view: RankView, wait: WaitView, other: RankView, known: Known) -> boo
     if wait.peer != other.rank:
         return False
     theirs = (other.received if wait.operation == "send" else other.sent).get(group, {})
-    # What a rank receives from anybody may be the one that is meant.
+    # A message that was received from anybody may be this one.
     return theirs.get(view.rank, 0) + theirs.get(ANY, 0) < ours.get(other.rank, 0)
 
 
@@ -205,16 +205,16 @@ def _is_missing(wait: WaitView, other: RankView) -> bool:
     return wait.group not in names if wait.operation == NEW_GROUP else not names
 
 
-# Ranks that others wait for, and that wait for nobody
+# Ranks that others wait for, and that wait for none
 
 
 def _blame(roots: Collection[int], edges: Sequence[_Edge], known: Known) -> list[str]:
-    """Says of each what it has not done, for whom, and what it does; of those that are alike together."""
+    """Return for each what it has not done, for whom, and what it does; equal ranks share a text."""
     anybody = {edge.rank for edge in edges if edge.wait.peer == ANY}
     told: dict[tuple[str, str], list[int]] = {}
     for rank in sorted(roots):
         direct = [edge for edge in edges if edge.other == rank]
-        # Whose message is awaited says more than that a rank is awaited in a collective, too.
+        # A message says more than a collective.
         first = min(direct, key=lambda edge: (edge.wait.peer == ANY, edge.wait.peer is None, edge.rank))
         if first.wait.peer == ANY and not _is_last(first, edges, known):
             continue
@@ -224,7 +224,7 @@ def _blame(roots: Collection[int], edges: Sequence[_Edge], known: Known) -> list
 
 
 def _is_last(edge: _Edge, edges: Sequence[_Edge], known: Known) -> bool:
-    """True if there is one rank alone that could send what another one receives from anybody."""
+    """True if only one rank could send the message that another receives from anybody."""
     return [one.other for one in edges if one.rank == edge.rank and known[one.other].is_free] == [edge.other]
 
 
@@ -238,7 +238,7 @@ def _of_roots(what: str, behind: str, ranks: Sequence[int], known: Known) -> str
 
 
 def _what(edge: _Edge, known: Known) -> str:
-    """Says what a rank has not done: "entered all_reduce #3 of the default group"; "": it does not answer."""
+    """Return what a rank has not done: "entered all_reduce #3 of the default group"; "": it does not answer."""
     other, wait, view = known[edge.other], edge.wait, known[edge.rank]
     if other.returned or other.entered is None:
         return "returned" if other.returned else ""
@@ -253,7 +253,7 @@ def _what(edge: _Edge, known: Known) -> str:
 
 
 def _behind(edge: _Edge, edges: Sequence[_Edge], known: Known) -> str:
-    """Says who waits for this rank, and who waits for those."""
+    """Return who waits for this rank, and who waits for those."""
     direct = sorted((one for one in edges if one.other == edge.other), key=lambda one: one.rank)
     alike = [one for one in direct if _what(one, known) == _what(edge, known)]
     waiting, first = sorted({one.rank for one in alike}), alike[0]
@@ -264,7 +264,7 @@ def _behind(edge: _Edge, edges: Sequence[_Edge], known: Known) -> str:
 
 
 def _do(ranks: Sequence[int], verb: str) -> str:
-    """Says "ranks 0, 2 wait for", "rank 0 is ahead of"."""
+    """Return "ranks 0, 2 wait for", "rank 0 is ahead of"."""
     many = len(ranks) > 1
     verb, _, rest = verb.partition(" ")
     irregular = {"be": ("is", "are"), "have": ("has", "have")}
@@ -273,7 +273,7 @@ def _do(ranks: Sequence[int], verb: str) -> str:
 
 
 def _through(waiting: Collection[int], edges: Sequence[_Edge]) -> list[str]:
-    """Says who waits for those who wait, and so on."""
+    """Return who waits for these ranks, who waits for those, and so on."""
     told: dict[tuple[str, str], list[int]] = {}
     reached, found = set(waiting), list(waiting)
     while found:
@@ -295,7 +295,7 @@ def _from_anybody(rank: int, edges: Sequence[_Edge], known: Known) -> str:
 
 
 def _places(ranks: Sequence[int], known: Known) -> str:
-    """Says "rank 1 is in next at train.py:18", for ranks at one place once."""
+    """Return "rank 1 is in next at train.py:18"; ranks at one place share a text."""
     told: dict[tuple[str, str], list[int]] = {}
     for rank in ranks:
         view = known[rank]
@@ -319,7 +319,7 @@ def _named(group: str, view: RankView) -> str:
 
 
 def _circle(edges: Sequence[_Edge]) -> list[_Edge]:
-    """Returns the shortest circle of waits; [] if there is none."""
+    """Return the shortest circle of waits; [] if there is none."""
     found: list[_Edge] = []
     for start in sorted({edge.rank for edge in edges}):
         ways: dict[int, list[_Edge]] = {start: []}
@@ -363,11 +363,11 @@ def _of_one(edge: _Edge, names: Mapping[str, str]) -> str:
     return f"{who} rank {edge.other} in {group}, {edge.wait.doing}"
 
 
-# Ranks that have all entered what does not end
+# Ranks that have all entered an operation that does not end
 
 
 def _complete(waiting: Collection[int], edges: Sequence[_Edge], known: Known) -> list[str]:
-    """Says it of waits in which nobody is behind."""
+    """Return texts about waits in which no rank is behind."""
     found: dict[tuple[str, int], list[tuple[RankView, WaitView]]] = {}
     told = []
     for view in known.values():
@@ -382,7 +382,7 @@ def _complete(waiting: Collection[int], edges: Sequence[_Edge], known: Known) ->
 
 
 def _unmatched(view: RankView, wait: WaitView, known: Known) -> str:
-    """Says it of a message that the other rank has begun to send, or to receive, too."""
+    """Return the text about a message that the other rank has begun to send, or to receive, too."""
     other = known[wait.peer or 0]
     verb, does = ("sends to", "receives") if wait.operation == "send" else ("receives from", "sends")
     theirs = [one for one in other.waits if one.peer == view.rank and one.operation != wait.operation]
@@ -398,7 +398,7 @@ def _unmatched(view: RankView, wait: WaitView, known: Known) -> str:
 
 
 def _at_one_number(those: Sequence[tuple[RankView, WaitView]], known: Known) -> str:
-    """Says it of ranks that wait for the same operation, which none has yet to enter."""
+    """Return the text about ranks that wait in the same operation, which all have entered."""
     wait, ranks = those[0][1], [view.rank for view, _ in those]
     operations: dict[str, list[tuple[RankView, WaitView]]] = {}
     for view, one in those:
@@ -430,7 +430,7 @@ def _at_one_number(those: Sequence[tuple[RankView, WaitView]], known: Known) -> 
 
 
 def _by_devices(group: str, known: Known) -> list[str]:
-    """Say how far devices are in what all ranks have entered, the last one first; "": in which of all groups."""
+    """Return how far the devices are in what all ranks have entered, the last first. ``group`` "": of all groups."""
     told = []
     for name in [group] if group else sorted({name for view in known.values() for name in view.completed}):
         views = [view for view in known.values() if name in view.completed]

@@ -1,4 +1,4 @@
-"""Says which rank of a launch the others wait for: for ``mlaunch why`` and reports of a deadline."""
+"""The rank of a launch that the others wait for, in words: for ``mlaunch why`` and reports of a deadline."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _HANDLES = "handling an exception"
 _FINALLY = "in a finally block"
 
 _NOBODY = "no rank waits"
-UNKNOWN = "asleep"  # a thread that sleeps, where the kernel does not say in what
-# In which a thread waits for others of its process.
+UNKNOWN = "asleep"  # a sleeping thread, if the kernel does not say for what
+# Modules in which a thread waits for others of its process.
 _FOR_THREADS = {"threading", "queue", "concurrent.futures._base", "selectors", "multiprocessing.pool"}
 _LOADERS = ("/torch/utils/data/", "/torch/multiprocessing/")  # they wait for processes of their own
 _MOST_TOLD = 4
@@ -31,7 +31,7 @@ _SILENT = "where its control thread does not answer (C code may hold the interpr
 
 
 def sentence(ranks: Iterable[Mapping[str, Any]]) -> str:
-    """Says it of ranks whose agent was asked by the word ``why``; where nobody waits, who is not in the function."""
+    """Return the sentence about ranks, from an agent's answer to ``why``; if none waits, those outside the function."""
     ranks = [*ranks]
     views = [view_of(rank) for rank in ranks]
     outside = [view for rank, view in zip(ranks, views, strict=True) if is_outside(rank)]
@@ -46,7 +46,7 @@ def sentence(ranks: Iterable[Mapping[str, Any]]) -> str:
 
 
 def blamed(ranks: Iterable[Mapping[str, Any]]) -> list[int]:
-    """Return the ranks that hold up the others, by what they have told."""
+    """Return the ranks that hold up the others."""
     return waited_for([view_of(rank) for rank in ranks])
 
 
@@ -55,14 +55,14 @@ def has_returned(rank: Mapping[str, Any]) -> bool:
 
 
 def is_outside(rank: Mapping[str, Any]) -> bool:
-    """True for a rank that is on its way to the function, or on its way from there to its end."""
+    """True for a rank on its way to the function, or after it on its way to its end."""
     return not rank["state"].startswith((_RUNNING, "ended", Phase.IDLE.value, Phase.RETURNED.value))
 
 
 def of_stacks(dumps: Sequence[RankStacks], returned: Iterable[int]) -> tuple[list[str], list[int]]:
-    """Says it of ranks that a deadline has ended, with the ranks that hold up the others.
+    """Return the sentence about ranks that a deadline has ended, and the ranks that hold up the others.
 
-    Nothing if they wait for nobody, or were not asked.
+    Both are empty if no rank waits for another, or they were not asked.
     """
     if not any(dump.entered for dump in dumps) or any(dump.entered == Operations() for dump in dumps):
         return [], []
@@ -80,7 +80,7 @@ def of_stacks(dumps: Sequence[RankStacks], returned: Iterable[int]) -> tuple[lis
 
 
 def view_of(rank: Mapping[str, Any]) -> RankView:
-    """Makes a rank's view of what its agent has told."""
+    """Return the view of a rank, from its agent's answer."""
     rank = shown(rank)
     frames = [tuple(frame) for frame in rank["frames"]]
     told, children = rank.get("entered"), rank.get("children", [])
@@ -103,7 +103,7 @@ def view_of(rank: Mapping[str, Any]) -> RankView:
 
 
 def _begun(told: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns what a rank has begun in each group."""
+    """Return the operations that a rank has begun in each group."""
     if told is None:
         return {}
     groups = told["groups"]
@@ -120,7 +120,7 @@ def _begun(told: Mapping[str, Any] | None) -> dict[str, Any]:
 def _waits(
     rank: Mapping[str, Any], frames: Sequence[tuple[str, str, str]], doing: str
 ) -> tuple[list[WaitView], bool | None]:
-    """Returns what a rank waits for, and whether its main thread waits for none of it; None: unless it is ahead."""
+    """Return a rank's waits; and True if its main thread is not in one (None: unless it is ahead of others)."""
     told = rank.get("entered") or {"waits": [], "groups": []}
     ours = [_awaited(wait, doing) for wait in told["waits"] if not wait["thread"] and wait["operation"]]
     others = [_awaited(wait, _in_thread(wait)) for wait in told["waits"] if wait["thread"] and wait["operation"]]
@@ -134,7 +134,7 @@ def _waits(
         loads = any(part in file for part in _LOADERS for file, _, _ in inner)
         waits = not loads and (asleep != "" or spins)
         return ([WaitView(operation_of(frames), doing)] if waits else []), None
-    # A method in C has no frame: Work.wait of another library's, Tensor.item.
+    # A method in C has no frame: Work.wait in another library, Tensor.item.
     may_wait = bool(frames) and not inner and asleep and ("futex" in asleep or asleep == UNKNOWN)
     return ([WaitView("", doing, is_known=False)] if may_wait else []), None
 
@@ -151,7 +151,7 @@ def _awaited(wait: Mapping[str, Any], doing: str) -> WaitView:
 
 
 def _block_of(file: str, line: str) -> str:
-    """Says "handling an exception" or "in a finally block"; "" for any other line, and without the source."""
+    """Return "handling an exception" or "in a finally block"; "" for other lines, or without the source."""
     if not line.isdigit():
         return ""
     return next((words for first, last, words in _blocks(file) if first <= int(line) <= last), "")
@@ -159,7 +159,7 @@ def _block_of(file: str, line: str) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _blocks(file: str) -> list[tuple[int, int, str]]:
-    """Returns the first and last lines of such blocks, inner ones before those around them."""
+    """Return first line, last line and words of such blocks, inner ones first."""
     try:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError, RecursionError):

@@ -1,3 +1,3 @@
-"""How a call comes to its devices."""
+"""A call's way to its devices."""
 
 from mlaunch.leases.caller.requests import part as part

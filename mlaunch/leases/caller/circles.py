@@ -1,6 +1,6 @@
-"""Launches that wait for each other's devices: a rank of each has launched what waits for the devices of another.
+"""Deadlocks: a rank of each launch has started one that waits for devices of another.
 
-None would ever go on. The circle closes as somebody joins the queue, who is refused then.
+The circle closes when a launch joins the queue, which is refused then.
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-Said = Mapping[str, Any]  # what a waiter, or a holder, says of itself
+Said = Mapping[str, Any]  # the record of a waiter or holder
 
 
 def stuck(waiting: Sequence[Said], held: Mapping[str, Said]) -> list[Said]:
-    """Return those who would wait for ever, of ``waiting`` in its order; ``held``: who has which device.
+    """Return those of ``waiting``, in its order, that would wait for ever; ``held``: the holder of each device.
 
-    A launch that nobody waits in ends at some time. One in which somebody waits holds its devices until that one has
-    had its turn, so these count as free only then.
+    A launch without a waiting rank ends at some time. One with a waiting rank holds its devices until that one has had
+    its turn, so they count as free only then.
     """
     left = list(waiting)
     while True:
@@ -31,17 +31,17 @@ def stuck(waiting: Sequence[Said], held: Mapping[str, Said]) -> list[Said]:
 
 
 def in_words(mine: Said, others: Sequence[Said], held: Mapping[str, Said]) -> str:
-    """Say who waits for whom. ``others``: those who would wait for ever with this one."""
+    """Return the error: who waits for whom. ``others``: the others of the circle."""
     rest = " and ".join(f"{_name(one)}, {_place(one, held)}" for one in others)
     return (
-        f"{mine['who']} would wait for ever: it wants {mine['count']} of {_names(mine)} and waits for {rest}, while "
-        f"the launch that it is called in, {_holders(mine, held)}, holds {', '.join(mine['holds'])} until this rank "
-        f"has returned. Launch it without a lease, or on other devices"
+        f"{mine['who']} would deadlock: it wants {mine['count']} of {_names(mine)} and waits for {rest}, while the "
+        f"launch that it runs inside, {_holders(mine, held)}, holds {', '.join(mine['holds'])} until this rank "
+        f"returns. Launch it without a lease, or on other devices"
     )
 
 
 def _place(one: Said, held: Mapping[str, Said]) -> str:
-    """Say where somebody waits who would wait for ever."""
+    """Return where another one of the circle waits."""
     if not one.get("holds"):
         return f"which came before it and wants {one['count']} of {_names(one)}"
     return f"which is called in {_holders(one, held)}, on {', '.join(one['holds'])}, and wants {_names(one)}"

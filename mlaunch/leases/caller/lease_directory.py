@@ -1,9 +1,9 @@
 """The directory of a user's leases: fixed, on this machine, the same for notebooks, shells, cron and jobs.
 
-A lease and a ticket are each a FIFO with a ``flock``, and a file beside it that says whose they are. Who has one holds
-the FIFO's writing end, which the kernel closes when the last process that has it is gone, however that came; who waits
-has the reading end, which hangs up then. (inotify tells the same, but before the lock is free, and a user may have 128
-of those.) All changes are made under one lock, which is held for moments only.
+A lease and a ticket are each a FIFO with a ``flock``, and a file beside it that names the owner. The owner has the
+FIFO's writing end, which the kernel closes when the last process that has it is gone, however it ended; waiters have
+the reading end, which hangs up then. (inotify reports the same, but before the lock is free, and a user may have only
+128 of those.) All changes are made under one lock, which is held for moments only.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from mlaunch.base.own_files import is_own_directory, open_file
 VARIABLE = "MLAUNCH_LEASE_DIR"
 _TMP, _RUNTIME = "/tmp", "/run/user"
 _LOCK = "lock"
-_BLOCK = 512  # bytes: what is shorter is filled up
+_BLOCK = 512  # bytes: records are padded to multiples of this
 
 
 def place(environ: Mapping[str, str]) -> Path:
-    """Says where the leases of this user are, whatever TMPDIR and XDG_RUNTIME_DIR say: those differ between jobs."""
+    """Return the directory of this user's leases; not by TMPDIR or XDG_RUNTIME_DIR, which differ between jobs."""
     if environ.get(VARIABLE):
         return Path(environ[VARIABLE])
     fixed, own = Path(f"{_TMP}/mlaunch-{os.getuid()}-leases"), Path(f"{_RUNTIME}/{os.getuid()}")
-    # A login's own directory ends with the login, and launches go on; so only where somebody else was first in /tmp,
-    # which all launches of this user see.
+    # A login's own directory ends with the login, and launches may not; so it is used only if another user was first in
+    # /tmp, which all launches of this user see.
     taken = os.path.lexists(fixed) and not is_own_directory(fixed)
     return own / "mlaunch-leases" if taken and is_own_directory(own) else fixed
 
@@ -41,24 +41,26 @@ class LeaseDirectory:
     """The opened directory. ``fd`` has a shared lock, which keeps systemd-tmpfiles from cleaning it up."""
 
     def __init__(self, path: Path) -> None:
-        """Opens the directory, and makes it if there is none.
+        """Open the directory, and make it if there is none.
 
         Raises:
-            OSError: There can be none.
-            PermissionError: It is somebody else's, or open to others.
+            OSError: It cannot be made or opened.
+            PermissionError: It belongs to another user, or is open to others.
         """
         if not path.is_absolute():
-            raise OSError(errno.EINVAL, f"{VARIABLE}={path}: all who share devices must find it; give an absolute path")
+            raise OSError(
+                errno.EINVAL, f"{VARIABLE}={path}: all processes that share devices must find it; give an absolute path"
+            )
         self.path = path
         try:
             with contextlib.suppress(FileExistsError):
                 path.mkdir(mode=0o700)
-            # Not followed: /tmp is everybody's, and a link there could lead anywhere.
+            # No link is followed: any user can put one into /tmp.
             self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
             raise OSError(
                 error.errno, f"device leases need the directory {path}, which cannot be made or opened "
-                f"({error.strerror}); set {VARIABLE} to one that can, the same for all who share devices"
+                f"({error.strerror}); set {VARIABLE} to one that can, the same for all processes that share devices"
             ) from None  # fmt: skip
         try:
             _check_owner(path, os.fstat(self.fd))
@@ -70,13 +72,13 @@ class LeaseDirectory:
             raise
 
     def __enter__(self) -> None:
-        """Keeps all others from changing anything, until the block ends. FileNotFoundError: it was removed."""
+        """Lock the directory until the block ends. FileNotFoundError: it was removed."""
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         if os.fstat(self.fd).st_nlink == 0:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
             raise FileNotFoundError(
                 errno.ENOENT, f"somebody has removed {self.path}, the directory of device leases, while this launch "
-                f"waited: who has which device is not known any more. Wait for the end of the launches that hold "
+                f"waited: which launch has which device is no longer known. Wait for the end of the launches that hold "
                 f"devices (mlaunch ps), and call again"
             )  # fmt: skip
 
@@ -91,15 +93,14 @@ class LeaseDirectory:
         return [self._lock, self.fd]
 
     def names(self, start: str) -> list[str]:
-        """Returns the FIFOs whose names begin so, in order."""
+        """Return the FIFOs whose names begin with ``start``, in order."""
         return sorted(name for name in os.listdir(self.fd) if name.startswith(start) and not name.endswith(".json"))
 
     def take(self, name: str, said: Mapping[str, Any]) -> int:
-        """Takes a FIFO that nobody has; returns the descriptor that holds it. Called under the lock."""
+        """Take a free FIFO; return the descriptor that holds it. Called under the lock."""
         with contextlib.suppress(FileExistsError):
-            # A FIFO: its reader hears HUP when the last writer is gone, killed or not, and nobody polls.
             os.mkfifo(name, 0o600, dir_fd=self.fd)
-        # For reading, too, or Linux would refuse to open a FIFO for writing that nobody reads.
+        # For reading, too: Linux refuses to open a FIFO for writing without a reader.
         fd = self._opened(name, os.O_RDWR)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -110,13 +111,13 @@ class LeaseDirectory:
         return fd
 
     def watch(self, name: str) -> int | None:
-        """Returns a descriptor that hangs up when who has this FIFO is gone; None: nobody has it. Under the lock."""
+        """Return a descriptor that hangs up when this FIFO's owner is gone; None: it is free. Called under the lock."""
         try:
             fd = self._opened(name, os.O_RDONLY)
         except FileNotFoundError:
             return None
         try:
-            # The lock says whether somebody has it, and is gone with the last descriptor, whoever inherited it.
+            # Its owners share a lock, which ends with the last of their descriptors.
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return fd
@@ -139,7 +140,7 @@ class LeaseDirectory:
         raise FileExistsError(errno.EEXIST, f"{self.path / name} is in the way of a device's lease: remove it")
 
     def said(self, name: str) -> dict[str, Any]:
-        """Returns what who has it, or had it last, says of itself; nothing of who was killed while saying so."""
+        """Return the record of the present or last owner; {} if it was killed while it wrote it."""
         with contextlib.suppress(OSError, ValueError):
             with open(name + ".json", encoding="utf-8", opener=self._open) as file:
                 found = json.load(file)
@@ -147,10 +148,10 @@ class LeaseDirectory:
         return {}
 
     def _say(self, name: str, said: Mapping[str, Any]) -> None:
-        """Writes over what stands there: to empty a file on ext4 first would take ten times as long as all the rest."""
+        """Overwrite the record: truncating a file on ext4 first takes ten times as long as all the rest."""
         data = json.dumps(said).encode()
         data += b" " * (-len(data) % _BLOCK)
-        # Through no link: a sandbox of this user's that shares /tmp may have left one, to what it cannot write to.
+        # Through no link: a sandbox of this user that shares /tmp could point one at a file that it may not write.
         fd = open_file(name, os.O_RDWR | os.O_CREAT, dir_fd=self.fd)
         try:
             os.pwrite(fd, data, 0)

@@ -1,6 +1,6 @@
-"""Asks NVIDIA's library (NVML) on which devices programs run that have no lease: other users', or without mlaunch.
+"""Programs without a lease on devices (other users', or without mlaunch), from NVIDIA's library (NVML).
 
-What it tells is a hint: nothing keeps such a program from starting a moment later. It wakes no driver for this process.
+This is a hint: such a program may start a moment later. It wakes no driver in this process.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ class NoHintError(RuntimeError):
 
 
 def is_installed() -> bool:
-    """Tells whether there is a package to ask it with."""
+    """True if the package for it is installed."""
     return importlib.util.find_spec("pynvml") is not None
 
 
 def idle_first(names: Sequence[str]) -> list[str]:
-    """Returns the devices, those first that no process uses; else in their order. NoHintError: it cannot be asked.
+    """Return the devices, unused ones first; otherwise in their order. NoHintError: the library cannot be asked.
 
-    ``names``: UUIDs, as ``leases`` know devices.
+    ``names``: UUIDs, the names of devices in leases.
     """
     with library() as nvml:
         return sorted(names, key=lambda name: bool(processes(nvml, name)))
@@ -32,8 +32,8 @@ def idle_first(names: Sequence[str]) -> list[str]:
 
 @contextlib.contextmanager
 def library() -> Iterator[Any]:
-    """Open it, and close it again. NoHintError: it cannot be asked, or not what the block asks."""
-    # Asked by the caller: a driver that does not answer would hold up an agent, and with it the end of a launch.
+    """Open the library for a block. NoHintError: it cannot be asked, or not for what the block wants."""
+    # Only in the caller: a driver that does not answer would hold up an agent, and the end of a launch.
     nvml: Any = importlib.import_module("pynvml")
     try:
         nvml.nvmlInit()
@@ -46,7 +46,7 @@ def library() -> Iterator[Any]:
 
 
 def processes(nvml: Any, name: str) -> list[Any]:
-    """Return those that the driver lists on a device: ``pid``, and ``usedGpuMemory`` in bytes (None: not told)."""
+    """Return the processes on a device: ``pid``, and ``usedGpuMemory`` in bytes (None: unknown)."""
     device = nvml.nvmlDeviceGetHandleByUUID(name)
     listed = [
         *nvml.nvmlDeviceGetComputeRunningProcesses(device),

@@ -1,8 +1,8 @@
-"""Waits for the memory of a device that the launch which had it before has left.
+"""Memory on a device that the launch before has left, which the next one waits for.
 
 A process that ends closes its files one by one, those of a lease before those of the driver. So the lease may be over
-while the driver still frees the memory: of a process that leaves, or of one that is gone. Until it is free, NVIDIA's
-library (NVML) lists the process. Who is listed and lives has its memory on purpose, and nobody waits for that.
+while the driver still frees the memory. Until then, NVIDIA's library (NVML) lists the process. A listed process that is
+alive has its memory on purpose: that is not waited for.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from mlaunch.base.text import in_bytes, ranges
 from mlaunch.core.grants import Need
 from mlaunch.leases.caller import other_programs
 
-# Seconds. What takes longer is stuck in the driver, maybe for ever, and a launch that needs less memory can run.
+# Seconds. After that it is stuck in the driver, maybe for ever, and a launch that needs less memory can run.
 PATIENCE = 10.0
-_LOOK_EVERY = 0.05  # seconds: the driver tells nobody
+_EVERY = 0.05  # seconds between checks: the driver gives no notice
 
 
 @frozen_record
 class Remnant:
-    """Memory of a process that has ended. ``size``: in bytes; None: not told."""
+    """Memory of a process that has ended. ``size``: in bytes; None: unknown."""
 
     device: str
     pid: int
     size: int | None
 
 
-_given_up: set[tuple[str, int]] = set()  # the rest of a sweep does not wait for these again
+_given_up: set[tuple[str, int]] = set()  # later trials of a sweep do not wait for these
 
 
 def gone(who: str, before: Mapping[str, Mapping[str, Any]], numbers: Mapping[str, int]) -> Generator[Need, None, None]:
-    """Wait until nothing is left on these devices of processes that have ended, ``PATIENCE`` seconds at most.
+    """Wait for the memory of ended processes on these devices, ``PATIENCE`` seconds at most.
 
-    ``before``: who had which device, by UUID. Without the library, or where it does not answer, nothing is left.
+    ``before``: the last launch on each device, by UUID. Without the library, or if it does not answer, do not wait.
     """
     if not other_programs.is_installed():
         return
@@ -52,7 +52,7 @@ def gone(who: str, before: Mapping[str, Mapping[str, Any]], numbers: Mapping[str
                 _give_up(found, who, where, last)
                 return
             text = f"{who} waits for memory of {where}: {_have(found)} some (before: {last})"
-            yield Need(text, timeout=min(left, _LOOK_EVERY))
+            yield Need(text, timeout=min(left, _EVERY))
 
 
 def _give_up(found: Sequence[Remnant], who: str, where: str, last: str) -> None:

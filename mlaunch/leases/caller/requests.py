@@ -1,4 +1,4 @@
-"""What a launch's options want of this machine's devices, and what they become once it has a lease."""
+"""Requests for a lease: the devices that a launch's options want, and the options once it has them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from mlaunch.leases.caller.acquisition import Acquisition, DeviceLease, Wish
 from mlaunch.leases.caller.lease_directory import place
 from mlaunch.rank.setup import device
 
-VARIABLE = "MLAUNCH_LEASED"  # in ranks: what their launch holds, and those around it
+VARIABLE = "MLAUNCH_LEASED"  # in ranks: devices of their launch, and of the launches around it
 _PLACE = "place on the CPUs"
 
 
 @frozen_record
 class LeaseRequest:
-    """What a launch waits for.
+    """A request of a launch.
 
-    ``numbers``: of the devices, by name; None: it is a place on the CPUs. ``runtime``: of the devices ("cuda", "rocm").
+    ``numbers``: of the devices, by name; None: a place on the CPUs. ``runtime``: of the devices ("cuda", "rocm").
     """
 
     options: Options
@@ -39,26 +39,26 @@ class LeaseRequest:
     runtime: str = ""
 
     def begin(self) -> Acquisition:
-        """Joins the queue. OSError where there can be no leases."""
+        """Join the queue. OSError where there can be no leases."""
         return Acquisition(place(os.environ), self.wish)
 
-    def look(self, acquisition: Acquisition) -> DeviceLease | None:
-        """Returns the lease; None: it is not our turn, or too few are free."""
+    def step(self, acquisition: Acquisition) -> DeviceLease | None:
+        """Return the lease; None: it is not our turn, or too few are free."""
         if self.options.lease == "idle" and self.numbers is not None:
             try:
-                # At each look: which devices are idle changes while the launch waits.
+                # Each time: idle devices change while the launch waits.
                 acquisition.prefer(other_programs.idle_first(self.wish.names))
             except other_programs.NoHintError as error:
                 log.warning("%s takes any devices that are free, idle or not: %s", self.wish.who, error)
         return acquisition.step()
 
     def memory_back(self, lease: DeviceLease) -> Generator[Need, None, None]:
-        """Wait until those who had these devices before have no memory there any more, where the driver says that."""
+        """Wait until the driver shows no memory of the launches that had these devices before."""
         if self.runtime == "cuda" and self.numbers is not None and lease.before:
             yield from remnants.gone(self.wish.who, lease.before, self.numbers)
 
     def granted(self, lease: DeviceLease) -> Grant:
-        """Returns the launch as it is with these devices."""
+        """Return the launch's options and environment with these devices."""
         changes: dict[str, Any] = {"lease": False, "concurrent": None}
         if self.numbers is not None:
             chosen = [self.numbers[name] for name in lease.names]
@@ -68,7 +68,7 @@ class LeaseRequest:
         return Grant(self.options.replaced(changes), environ, (VARIABLE,), tuple(lease.fds), lease.close)
 
     def waits_for(self, acquisition: Acquisition) -> str:
-        """Says for what, and for whom: "waits for 2 of devices 0-7, which search() (pid 7) has"."""
+        """Return "train() waits for 2 of devices 0-7, after search() (pid 7)"."""
         wanted = "a place on the CPUs"
         if self.numbers is not None:
             wanted = f"{self.wish.count} of devices {ranges(sorted(self.numbers.values()), ',')}"
@@ -76,16 +76,16 @@ class LeaseRequest:
 
 
 def held_around(environ: Mapping[str, str]) -> list[str]:
-    """Names what the launch holds whose rank this process is."""
+    """Return the devices of the launch that this process is a rank of."""
     return [name for name in environ.get(VARIABLE, "").split(",") if name]
 
 
 def request_of(options: Options, server: ForkServer, environ: Mapping[str, str], name: str) -> LeaseRequest:
-    """Says what the launch wants of this machine; errors are raised as if from the line that called.
+    """Return the request of a launch. Errors are raised as if from the line of the call.
 
     Raises:
-        ValueError: This machine does not have it.
-        RuntimeError: This process is a rank of the launch that holds it.
+        ValueError: This machine does not have these devices.
+        RuntimeError: This process is a rank of the launch that holds them.
     """
     try:
         numbers, names, count = _wanted(options, server, environ)
@@ -96,9 +96,9 @@ def request_of(options: Options, server: ForkServer, environ: Mapping[str, str],
     if len(left) < count:
         raise misuse(
             RuntimeError(
-                f"{name} would wait for ever: it wants {count} of {', '.join(names)}, and the launch that it is called "
-                f"in holds {', '.join(one for one in names if one in ours)} until this rank has returned. Launch it "
-                f"without a lease, or on other devices"
+                f"{name} would deadlock: it wants {count} of {', '.join(names)}, and the launch that it runs inside "
+                f"holds {', '.join(one for one in names if one in ours)} until this rank returns. Launch it without "
+                f"a lease, or on other devices"
             )
         )
     ready = server.ready()
@@ -109,9 +109,9 @@ def request_of(options: Options, server: ForkServer, environ: Mapping[str, str],
 def _wanted(
     options: Options, server: ForkServer, environ: Mapping[str, str]
 ) -> tuple[Mapping[str, int] | None, Sequence[str], int]:
-    """Returns the devices' numbers by name, what will do, and how much of that."""
+    """Return the devices' numbers by name, the suitable names, and how many of them are wanted."""
     kind = plan.choose_type(options.device_type, server.ready())
-    # Leases are by name: a number means another device under another CUDA_VISIBLE_DEVICES.
+    # By name: a number means another device under another CUDA_VISIBLE_DEVICES.
     names = server.name_devices(environ) if kind != "cpu" else ()
     if kind == "cpu" or (options.device_type == "auto" and not names):
         size = plan.place_on_cpus(options.n_gpus, options.devices).local_world_size
@@ -141,16 +141,16 @@ def _wanted(
 def _warn_of_cpus(size: int, cpus: int) -> None:
     if size > cpus:
         log.warning(
-            "a lease for %d ranks on %d CPU%s: they take the only place, and share what is there",
+            "a lease for %d ranks on %d CPU%s: they take the only place, and share the CPUs",
             size, cpus, "s" * (cpus > 1),
         )  # fmt: skip
 
 
 def _check_hint(kind: str, server: ForkServer) -> None:
-    """Raises what keeps ``lease="idle"`` from being asked for."""
+    """Raise an error if ``lease="idle"`` cannot be provided."""
     if (server.ready().runtime or kind) != "cuda":
         raise ValueError(
-            f"lease='idle' on {kind} devices: NVIDIA's library tells of its own alone; allowed: lease=True"
+            f"lease='idle' on {kind} devices: NVIDIA's library knows only NVIDIA devices; allowed: lease=True"
         )
     if not other_programs.is_installed():
         raise misuse(
@@ -162,15 +162,15 @@ def _check_hint(kind: str, server: ForkServer) -> None:
 
 
 class DevicesOfACall(CallerPart):
-    """The devices that a call has for itself, of this machine's."""
+    """The lease of a call on devices of this machine."""
 
     def acquire(self, grant: Grant, server: ForkServer, name: str) -> Generator[Need, None, Grant]:
-        """Wait until as many as are wanted are free, and it is this call's turn; then for their memory."""
+        """Wait until it is this call's turn and enough devices are free; then for their memory."""
         request = request_of(grant.options, server, grant.environ, name)
         yield Need(row=tuple(request.wish.names))
         acquisition = request.begin()
         try:
-            while (lease := request.look(acquisition)) is None:
+            while (lease := request.step(acquisition)) is None:
                 yield Need(request.waits_for(acquisition), acquisition.fds(), acquisition.timeout())
         finally:
             acquisition.close()
