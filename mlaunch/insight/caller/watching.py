@@ -276,7 +276,7 @@ class DeviceUse:
             memory = nvml.nvmlDeviceGetMemoryInfo(handle)
         except nvml.NVMLError:
             return None
-        return int(memory.used), int(memory.total), _percent(nvml, handle)
+        return int(memory.used), int(memory.total), _use_of(nvml, handle)
 
     def _opened(self) -> Any:
         """Return the library; None without it or without a driver."""
@@ -294,7 +294,7 @@ class DeviceUse:
         return self._library
 
 
-def _percent(nvml: Any, handle: object) -> int | None:
+def _use_of(nvml: Any, handle: object) -> int | None:
     """Return the percent of time in which a kernel ran; None if unknown, as for a MIG instance."""
     try:
         return int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
