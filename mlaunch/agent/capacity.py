@@ -1,4 +1,4 @@
-"""Whether this machine has room for so many ranks: in its memory, and in its limits of processes and threads.
+"""Room for ranks on this machine: in its memory, and in its limits of processes and threads.
 
 What cannot fit is refused before the first rank is forked; what may fit is watched while it is forked. The kernel says
 how much there is, of the machine and of the cgroups (version 1 or 2) that this process is in.
@@ -16,18 +16,19 @@ from pathlib import Path
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.text import in_bytes
 
-# What a rank takes before it runs anything. Measured with torch 2.13 and gloo: 4.5 to 6 MiB and 5 threads, and some of
-# a script that joins no group has 2 threads. So what is refused could not have started.
+# What a rank takes before it runs anything. Measured with torch 2.13 and gloo: 4.5 to 6 MiB and 5 threads; a script
+# that joins no group has 2. So what is refused could not have started.
 _LEAST_MEMORY = 4 * 2**20  # bytes
 _THREADS, _THREADS_OF_A_SCRIPT = 4, 2
-_RESERVE, _SHARE = 2**30, 20  # a machine that has less left than either, a 20th of its memory, stands still soon
+# A machine that has less left than either, these bytes and a 20th of its memory, soon stands still.
+_RESERVE, _SHARE = 2**30, 20
 _SMALL = 64 * 2**20  # bytes that are not worth a look, which each call would take
 _ROOM_FOR_USERS = 4  # the user's processes are counted where the ranks take more than this part of their limit
 
 
 @frozen_record
 class Kernel:
-    """Where the kernel says what there is."""
+    """The files in which the kernel says what there is."""
 
     proc: Path = Path("/proc")
     cgroups: Path = Path("/sys/fs/cgroup")
@@ -46,13 +47,13 @@ _HERE = Kernel()
 
 
 def lacks(ranks: int, *, script: bool = False, kernel: Kernel = _HERE) -> str:
-    """Say what so many ranks lack, with the figures; "" if they may have room. ``script``: they run a command."""
+    """Return what so many ranks lack, with the figures; "" if they may have room. ``script``: they run a command."""
     tasks = ranks * (_THREADS_OF_A_SCRIPT if script else _THREADS)
     return _lacks_pids(ranks, tasks, kernel) or _lacks_processes(ranks, tasks, kernel) or _lacks_memory(ranks, kernel)
 
 
 def runs_short(kernel: Kernel = _HERE) -> str:
-    """Say how little memory the machine has left; "" if it has enough."""
+    """Return how little memory the machine has left; "" if it has enough."""
     found = kernel.memory()
     total, left = found.get("MemTotal", 0), _available(found)
     if not total or left is None or left >= min(total / _SHARE, _RESERVE):
@@ -61,7 +62,7 @@ def runs_short(kernel: Kernel = _HERE) -> str:
 
 
 def why_no_fork(error: OSError, kernel: Kernel = _HERE) -> str:
-    """Say why a process could not be forked, by the kernel's word and the limit that was met, if one was."""
+    """Return why a process could not be forked, by the kernel's word and the limit that was met, if one was."""
     for group in _pid_groups(kernel):
         most, taken = _read(group / "pids.max"), _read(group / "pids.current")
         if most is not None and taken is not None and taken >= most:

@@ -1,4 +1,4 @@
-"""What the system knows of a rank that was killed: the likely reason, worded as likelihood."""
+"""The likely reason for the death of a rank that was killed, as the system knows it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Evidence:
     def hints(
         self, exitcode: int, usage: resource.struct_rusage, limits: Mapping[int, tuple[int, int]]
     ) -> tuple[str, ...]:
-        """Lines for a report. ``limits``: the rank's own, soft and hard, as ``limits_of`` reads them."""
+        """Return lines for a report. ``limits``: the rank's own, soft and hard, as ``limits_of`` reads them."""
         if exitcode == -signal.SIGXCPU:  # the kernel has raised the soft limit by a second
             return (f"it had used {usage.ru_utime + usage.ru_stime:.0f} s of CPU, its soft limit (ulimit -t)",)
         if exitcode == -signal.SIGXFSZ and resource.RLIMIT_FSIZE in limits:
@@ -100,7 +100,7 @@ _PIDS = "pids", "pids.events", "pids.events"
 
 @functools.lru_cache(4)  # the fork server looks once for all its agents
 def _find_counter(own_cgroup: Path, root: Path, controller: str, first: str, second: str) -> Path | None:
-    """Finds the file that counts this process's cgroup's events."""
+    """Return the file that counts this process's cgroup's events."""
     with contextlib.suppress(OSError):
         for line in own_cgroup.read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)

@@ -1,6 +1,6 @@
 """Answers to those who ask a running launch how it is, or to end (``mlaunch ps``, ``stop``), and to its launcher.
 
-What ranks do, and why they wait, is for a feature to tell (``AgentPart.asked``).
+A feature answers what ranks do, and why they wait (``AgentPart.asked``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LISTEN_DELAY = 0.05  # seconds: nobody looks at a launch that is over by then, 
 
 
 class Inspection:
-    """What one launch tells of itself. ``clock`` gives monotonic seconds."""
+    """The answers of one launch. ``clock`` gives monotonic seconds."""
 
     def __init__(
         self, spec: LaunchSpec, ranks: Sequence[RankProcess], board: Board, clock: Callable[[], float]
@@ -41,7 +41,7 @@ class Inspection:
         self._reception = Reception(spec.context.environ, registry.name_of(spec.launch_id, spec.rank_start))
         self.facts: Callable[[], Mapping[str, object]] = dict  # of features, by their names
         self.ask: Callable[[bytes, TellLooker], None]  # a feature, what this does not tell
-        self.due = self._start + _LISTEN_DELAY  # when ``serve`` is to be called though nobody has come
+        self.due = self._start + _LISTEN_DELAY  # when ``serve`` begins to listen; ``NEVER``: it does
 
     @property
     def stopped_by(self) -> int | None:
@@ -63,11 +63,11 @@ class Inspection:
         return self._reception.take_guests()
 
     def take_request(self) -> tuple[str, int] | None:
-        """Returns what a command has asked a feature to do, and its process, once; None: none has."""
+        """Return which feature a command has asked to act, and the command's pid, once; None: none has."""
         return self._reception.take_request()
 
     def end_request(self) -> None:
-        """Tells who asked for it that the call has stopped, where the ranks stay."""
+        """Tell those who asked for a stop that the call is over, where the ranks stay."""
         self._reception.let_stoppers_go()
 
     def fds(self) -> list[int]:
@@ -85,14 +85,14 @@ class Inspection:
         return has_come
 
     def learn(self, details: Details) -> None:
-        """Takes in what call a prepared launch has got."""
+        """Describe the call that a prepared launch has got from now on."""
         self._spec, self._start = with_details(self._spec, details), self._clock()
 
     def close(self) -> None:
         self._reception.close()
 
     def obey(self, record: AgentHears | None, launcher: AgentsEnd) -> bool:
-        """Tells the launcher what it asks for; False if the record is about something else."""
+        """Answer the launcher; False if the record is about something else."""
         if isinstance(record, Question) and isinstance(record.about, bytes):
             self._answer(record.about, functools.partial(tell_launcher, launcher, record.number))
         return isinstance(record, Question)
@@ -124,7 +124,7 @@ class Inspection:
         }
 
     def _call(self) -> str | None:
-        """Names what runs on ranks that stay; None: nothing does, or the ranks end with the function."""
+        """Return the name of what runs on ranks that stay; None: nothing does, or the ranks end with the function."""
         rests = all(self._board[rank.local_rank] is Phase.IDLE for rank in self._ranks)
         return None if rests or not self._spec.stays else self._board.name or None
 

@@ -16,7 +16,7 @@ from mlaunch.protocol.spec import Details
 
 @dataclass
 class OngoingCall:
-    """What belongs to one call on the ranks."""
+    """One call on the ranks."""
 
     number: int
     seconds: float | None = None  # of its deadline, as the caller gave it; None: it has none

@@ -1,4 +1,4 @@
-"""What a supervisor knows of a rank."""
+"""A rank as its supervisor knows it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mlaunch.protocol.payload import Payload
 
 @dataclass
 class RankProcess:
-    """A rank as its supervisor knows it. ``pid`` leads the rank's process group."""
+    """One rank. ``pid`` leads its process group."""
 
     rank: int
     local_rank: int
@@ -33,9 +33,8 @@ class RankProcess:
     channel: Channel[RankSays, RankHears]  # on which it gets its calls
     crash_fd: int  # of its stacks, if it crashes
     stack_fd: int  # the pipe of its stacks, if we ask
-    control: Channel[ControlSays, ControlHears] | None = (
-        None  # on which its control thread answers, whatever the rank does
-    )
+    # On which its control thread answers, whatever the rank does.
+    control: Channel[ControlSays, ControlHears] | None = None
     error_file: str = ""  # in which it may note why it fails
     of_python: bool = True  # it becomes no other program
     stacks: str = ""
@@ -49,22 +48,22 @@ class RankProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the rank has not been told to stop, and does not end by itself."""
+        """True if the rank has not been told to stop, and does not end by itself."""
         return not self.stopped and not self.gone and self.ends_at is None
 
     @property
     def working(self) -> bool:
-        """Whether the rank is alive and has not answered yet."""
+        """True if the rank is alive and has not answered yet."""
         return self.alive and self.answer is None
 
     def begin_call(self, record: bytes, call_fds: list[int]) -> None:
-        """Sends the rank a RunCall, pickled, with a memfd for answers if it needs one."""
+        """Send the rank a RunCall, pickled, with a memfd for answers if it needs one."""
         fds = call_fds if 0 <= self.answer_fd != self.content.memfd else [*call_fds, self._renew()]
         self.answer, self.content = None, Payload(memfd=self.answer_fd)  # it may be written to, whatever is said of it
         self.channel.try_send_pickled(record, fds)
 
     def give_answer_file(self) -> None:
-        """Sends the rank a memfd for its next answer."""
+        """Send the rank a memfd for its next answer."""
         self.channel.try_send(AnswerFile(), [self._renew()])
 
     def _renew(self) -> int:
@@ -76,21 +75,21 @@ class RankProcess:
         return self.answer_fd
 
     def expect(self, answered: bool) -> None:
-        """Records a call that the launcher has sent directly. ``answered``: its value was sent already."""
+        """Note a call that the launcher has sent directly. ``answered``: its value was sent already."""
         self.answer, self.content = AnswerKind.VALUE if answered else None, Payload()
 
     def take(self, answer: Answer) -> None:
-        """Takes in what the rank has answered."""
+        """Note what the rank has answered."""
         self.answer, self.content = answer.kind, Payload(answer.data, -1 if answer.data else self.answer_fd)
 
     def release(self) -> None:
-        """Tells the rank that nothing more comes."""
+        """Tell the rank that nothing more comes."""
         self.channel.try_send(Release())
 
     def describe_end(
         self, exitcode: int, phase: Phase, now: float, peak_memory: int, hints: tuple[str, ...]
     ) -> RankGone:
-        """The end of the rank. ``now``: when it was reaped, ``peak_memory``: bytes, ``hints``: what else is known."""
+        """Return a record of its end. ``now``: when it was reaped; ``peak_memory``: bytes; ``hints``: further lines."""
         return RankGone(
             rank=self.rank,
             pid=self.pid,
@@ -105,7 +104,7 @@ class RankProcess:
         )
 
     def close(self) -> None:
-        """Closes the descriptors of the rank, once it is reaped."""
+        """Close the descriptors of the rank, once it is reaped."""
         self.gone = True
         self.channel.close()
         if self.control is not None:

@@ -122,7 +122,7 @@ class AgentParts:
         return True
 
     def welcome(self, feature: str, visitor: socket.socket, word: str) -> None:
-        """Pass on who has come to a feature."""
+        """Pass on a visitor to a feature."""
         self._part(feature).welcome(visitor, word)
 
     def fds(self) -> Iterator[int]:
@@ -135,11 +135,11 @@ class AgentParts:
         self._part(record.feature).hear_machines(record.word)
 
     def visited(self, feature: str, pid: int) -> None:
-        """Pass on that a command of this process has asked for what the feature does."""
+        """Tell a feature that a command, by its pid, has asked for what it does."""
         self._part(feature).visited(pid)
 
     def asked(self, word: bytes, tell: TellLooker) -> None:
-        """Pass on what somebody asks who looks, and say so if the feature is not there."""
+        """Pass on the question of somebody who looks; answer that the feature is not there if so."""
         from mlaunch.core.load import at_hand  # which most launches do not need
 
         [feature] = [feature.name for feature in FEATURES if word in feature.words]

@@ -1,7 +1,7 @@
-"""What the processes of a launch have left in /dev/shm, once nobody is there any more to remove that.
+"""Files that the processes of a launch have left in /dev/shm, once nobody is there any more to remove them.
 
-Whoever made a file there is not noted anywhere. So only names are told of that libraries draw, of files that came
-during the launch, belong to this user, and are of no use to any process: files of others' checkpoints are none of ours.
+The system does not note who made a file there. So the only names that count are those that libraries draw, of files
+that came during the launch, belong to this user, and are used by no process: checkpoints of others are none of ours.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SharedNames:
         self._changed = self._stamp()
 
     def left(self) -> tuple[list[str], int]:
-        """Returns the paths of what is left, and how many bytes that takes. Looks at nothing if no name has changed."""
+        """Return the paths of what is left, and how many bytes that takes. Look at nothing if no name has changed."""
         if self._stamp() == self._changed:
             return [], 0
         found: dict[str, int] = {}
@@ -53,7 +53,7 @@ class SharedNames:
         drawn = _DRAWN.fullmatch(name)
         if drawn is None:
             return False
-        # Not of what a link leads to: another user may have put it there, and that be a home on a slow disk.
+        # Not of a link's target: another user may have made the link, and the target may be a home on a slow disk.
         status = os.lstat(f"{self._place}/{name}")
         kept = stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)
         if not kept or status.st_uid != os.getuid() or status.st_ctime < self._begun:
@@ -62,7 +62,7 @@ class SharedNames:
 
 
 def _is_cared_for(kind: str, maker: int) -> bool:
-    """Tells whether a file's maker lives, or a program that may yet remove what that has left."""
+    """True if a file's maker lives, or a program that may yet remove what the maker has left."""
     return os.path.exists(f"/proc/{maker}") or any(_TIDY_UP[kind] in _read(pid, "cmdline") for pid in _own_processes())
 
 
@@ -73,7 +73,7 @@ def _size(path: str) -> int:
 
 
 def _used(paths: Iterable[str]) -> set[str]:
-    """Returns those that a process of this user has mapped or open, or has a file in."""
+    """Return those that a process of this user has mapped or open, or has a file in."""
     wanted = set(paths)
     used: set[str] = set()
     for pid in _own_processes():

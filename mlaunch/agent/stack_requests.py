@@ -1,4 +1,4 @@
-"""Asks ranks for their Python stacks, and reads what they answer."""
+"""Requests for the Python stacks of ranks, by a signal, and their answers."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class _Request:
     has_run: float
 
     def may_be_answered(self) -> bool:
-        """Tells whether the handler may be at it: it has begun to write, or the rank has hardly run since.
+        """True if the handler may be at it: it has begun to write, or the rank has hardly run since.
 
-        Handlers stand one in another on a small stack of their own, and a rank would die of too many (SIGSEGV).
+        Handlers run nested on a small stack of their own, and a rank would die of too many (SIGSEGV).
         """
         pid = self.rank.pid
         return bool(self.rank.stacks) or (state_of(pid) in _AWAKE and _has_run(pid) < self.has_run + _LONG_ENOUGH)
@@ -53,7 +53,7 @@ class StackRequests:
         return list(self._pending)
 
     def ask(self, rank: RankProcess, phase: Phase, *, all_threads: bool = False) -> None:
-        """Asks for the stack of its main thread; with ``all_threads`` it may die of it.
+        """Ask for the stack of its main thread; with ``all_threads`` for all, which may kill the rank.
 
         One that has not answered in time is asked again: the kernel drops a signal that comes as faulthandler, at the
         end of an earlier answer, has put its handler aside for a moment.
@@ -86,20 +86,19 @@ STOPPED, _AWAKE = frozenset("Tt"), frozenset("RD")  # the kernel's letters
 
 
 def _has_run(pid: int) -> float:
-    """Returns the seconds for which the process's main thread has run; 0 if that is not known."""
+    """Return the seconds for which the process's main thread has run; 0 if that is not known."""
     with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/task/{pid}/schedstat", encoding="ascii") as file:
         return int(file.read().split()[0]) / 1e9
     return 0.0
 
 
 def state_of(pid: int) -> str:
-    """Returns the kernel's letter for the process: R, S, D, T, t, Z; "" if it is gone."""
+    """Return the kernel's letter for the process: R, S, D, T, t, Z; "" if it is gone."""
     return _status(pid).get("State", "")
 
 
 def _status(pid: int) -> dict[str, str]:
-    """Returns how the process is, how large, and which signals it has a handler for, in the kernel's words; {} if it is
-    gone."""
+    """Return a process's state, size, and handled and pending signals, in the kernel's words; {}: it is gone."""
     with (
         contextlib.suppress(FileNotFoundError, ProcessLookupError),
         open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file,
@@ -109,7 +108,7 @@ def _status(pid: int) -> dict[str, str]:
 
 
 def _listens(status: dict[str, str], number: int) -> bool:
-    """Tells whether the process has a handler for the signal, which would else kill it, and has taken the last one.
+    """True if the process has a handler for the signal, which would else kill it, and has taken the last one.
 
     A real-time signal waits in the kernel as often as it was sent, and all of them would meet in the handler at once.
     """
@@ -118,7 +117,7 @@ def _listens(status: dict[str, str], number: int) -> bool:
 
 
 def request(pid: int, phase: Phase, number: int) -> bool:
-    """Asks a rank for its stacks by that signal; False if it could not answer now (stopped, gone, or not listening).
+    """Ask a rank for its stacks by that signal; False if it could not answer now (stopped, gone, or not listening).
 
     One that waits in the kernel (D) mostly does so for a moment, until a page is there.
     """
@@ -133,7 +132,7 @@ def request(pid: int, phase: Phase, number: int) -> bool:
 
 
 def is_ending(pid: int, phase: Phase) -> bool:
-    """Tells whether a rank's process is about to end: it has no memory any more, or has become another program.
+    """True if a rank's process is about to end: it has no memory any more, or has become another program.
 
     That one has no handler for the signal that asks for stacks, which each rank has once it has started.
     """
@@ -143,7 +142,7 @@ def is_ending(pid: int, phase: Phase) -> bool:
 
 
 def read_some(fd: int) -> str:
-    """Returns what has arrived in the pipe; "" at its end."""
+    """Return what has arrived in the pipe; "" at its end."""
     try:
         return os.read(fd, _READ).decode(errors="replace")
     except BlockingIOError:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class Supervisor:
-    """Watches until all ranks are reaped. ``calls`` makes what happens between calls (``calls.py``)."""
+    """Watches until all ranks are reaped. ``calls`` makes what happens between calls (``one_call.py``)."""
 
     def __init__(self, scene: Supervision, calls: Callable[[LaunchState, AgentParts], Calls]) -> None:
         self.launch = LaunchState(scene, self._begin_stopping)

@@ -1,4 +1,4 @@
-"""How an agent joins its launch's other machines: as one that serves the gate, or as another."""
+"""An agent's way to its launch's other machines: it serves the gate, or joins there."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def join_machines(
     parent: int,
     held: Iterable[int],
 ) -> Joined:
-    """Joins the launch's other machines; returns once all are there. ``held``: fds that are not the link's business.
+    """Join the launch's other machines; return once all are there. ``held``: fds that are not the link's business.
 
     Raises:
         NoLaunchError: They will not come together, or the launcher does not want it any more.
@@ -66,7 +66,7 @@ def _as_agreed(spec: LaunchSpec, agreed: Agreed) -> LaunchSpec:
 
 
 def _serve_as_master(spec: LaunchSpec, cluster: Rendezvous, launcher: AgentsEnd, held: Iterable[int]) -> StoreProcess:
-    """Starts the gate, where the others find it, and with it the store."""
+    """Start the gate, where the others find it, and with it the store."""
     try:
         public = listen_as_master(cluster.master_ip, cluster.port)
     except OSError as error:
@@ -82,7 +82,7 @@ def _serve_as_master(spec: LaunchSpec, cluster: Rendezvous, launcher: AgentsEnd,
 
 
 def _advice(spec: LaunchSpec, number: int | None) -> str:
-    """Says what to give if the master is another machine, or one of this launch's own on this host."""
+    """Return what to give if the master is another machine, or one of this launch's own on this host."""
     own = "rank_start" if spec.target is None else f"--node-rank, from 0 to {spec.nodes.count - 1}"
     if number == errno.EADDRINUSE:
         return f". If several machines of this launch run on one host, each must be given its own {own}"
@@ -92,7 +92,7 @@ def _advice(spec: LaunchSpec, number: int | None) -> str:
 
 
 def _introduction(spec: LaunchSpec, cluster: Rendezvous) -> Join:
-    """Says what this machine is."""
+    """Return what this machine tells of itself."""
     # An engine's caller has given all machines the same; each command makes up an id where none is given.
     run_id = spec.target.run_id if spec.target is not None and not cluster.by_engine else ""
     from mlaunch.agreed_stop.wire import terms_of  # which a launch on one machine does not need

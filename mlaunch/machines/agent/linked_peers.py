@@ -1,4 +1,4 @@
-"""How an agent deals with its launch's other machines: shares the first failure, ends with them."""
+"""The other machines of a launch, at the far end of a link: its agent shares the first failure, and ends with them."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ class LinkedPeers(Peers):
         return None
 
     def say(self, record: PartSays) -> None:
-        """Says a word of a feature's part there."""
+        """Say a word of a feature's part there."""
         self._link.channel.try_send(record)
 
     def _miss(self, link: Link) -> RankFailure | None:
-        """Gives a link up that somebody has stopped."""
+        """Give up a link that has said nothing for too long: somebody has stopped it."""
         if time.monotonic() < self._heard_at + self._timeout:
             return None
         self._over = True
@@ -87,17 +87,17 @@ class LinkedPeers(Peers):
             self._link.channel.try_send(shortened(failure))
 
     def finish(self) -> None:
-        """Tells them that this machine's ranks are gone."""
+        """Tell them that this machine's ranks are gone."""
         if not self._finished:
             self._finished = True
             self._link.channel.try_send(Done())
 
     @property
     def awaited(self) -> bool:
-        """Whether some have not finished."""
+        """True if some have not finished."""
         return not self._over
 
 
 def silence(seconds: float) -> str:
-    """Says of a link why it counts as lost."""
+    """Return why a link counts as lost, for a sentence about it."""
     return f"said nothing for {seconds:g} s (was it stopped?) and was killed"
