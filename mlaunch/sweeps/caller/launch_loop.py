@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 
+from mlaunch.base import linux
 from mlaunch.base.fds import in_forks, leave_to_parent
 from mlaunch.base.log import log
 from mlaunch.caller.launch.settle import Ended, Steps
@@ -158,13 +158,9 @@ class LaunchLoop:
             self.notify()
 
     def _wait(self) -> set[int]:
-        poll = select.poll()
-        poll.register(self._wake, select.POLLIN)
-        for need, _, _ in self._calls.values():
-            for fd in need.fds:
-                poll.register(fd, select.POLLIN)
+        fds = [self._wake, *(fd for need, _, _ in self._calls.values() for fd in need.fds)]
         due = min((at for _, at, _ in self._calls.values() if at is not None), default=None)
-        return {fd for fd, _ in poll.poll(None if due is None else max(0.0, due - time.monotonic()) * 1000)}
+        return set(linux.wait_readable(fds, None if due is None else due - time.monotonic()))
 
     def _due(self, ready: set[int]) -> list[Steps]:
         """Return the calls that have something to do: all of them after ``notify``."""
