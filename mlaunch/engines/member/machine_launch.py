@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import threading
 import time
@@ -126,18 +125,13 @@ class MachineLaunch:
         return self._agent.fileno() not in ready or self._hear_agent()
 
     def _wait(self) -> set[int]:
-        poll = select.poll()
-        poll.register(self._agent.fileno(), select.POLLIN)
-        if not self._alone:
-            poll.register(self._stream.incoming, select.POLLIN)
-        if self._stream.unsent:
-            poll.register(self._stream.outgoing, select.POLLOUT)
+        readers = [self._agent.fileno(), *([] if self._alone else [self._stream.incoming])]
         if self._alone or self._stream.unsent < _FULL:
-            for fd in self._pipes:
-                poll.register(fd, select.POLLIN)
+            readers += self._pipes
+        writers = [self._stream.outgoing] if self._stream.unsent else []
         due = [self._look_at - time.monotonic(), *([] if self._alone else [self._heartbeat.left])]
         due += [left] if (left := self._limits.timeout()) is not None else []
-        return {fd for fd, _ in poll.poll(1000 * max(0.0, min(due)))}
+        return ready(readers, writers, 1000 * max(0.0, min(due)))
 
     def _hear_caller(self) -> None:
         try:

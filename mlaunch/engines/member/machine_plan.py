@@ -7,13 +7,13 @@ import dataclasses
 import errno
 import os
 import random
-import select
 import socket
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 
+from mlaunch.base.fds import ready
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, place, plan
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.server.warm import warm_server
@@ -129,10 +129,7 @@ def _wait(ends: Sequence[socket.socket]) -> None:
     """Wait until all have an answer, or for a while."""
     waiting, until = {end.fileno() for end in ends}, time.monotonic() + _PATIENCE
     while waiting and (left := until - time.monotonic()) > 0:
-        poll = select.poll()
-        for fd in waiting:
-            poll.register(fd, select.POLLOUT)
-        waiting -= {fd for fd, _ in poll.poll(1000 * left)}
+        waiting -= ready([], waiting, 1000 * left)
 
 
 def _failure_of(end: socket.socket, number: int) -> str:

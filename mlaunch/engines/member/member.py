@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import socket
 import sys
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from mlaunch.base import linux
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout
+from mlaunch.base.fds import ready
 from mlaunch.caller.server.warm import warm_server
 from mlaunch.core.load import MachineParts
 from mlaunch.engines.member.heartbeat import CallersHeartbeat
@@ -118,11 +118,8 @@ class _Member:
         self._heartbeat.leave()
 
     def _wait(self) -> None:
-        poll = select.poll()
-        poll.register(self._stream.incoming, select.POLLIN)
-        if self._stream.unsent:
-            poll.register(self._stream.outgoing, select.POLLOUT)
-        poll.poll(self._heartbeat.milliseconds())
+        writers = [self._stream.outgoing] if self._stream.unsent else []
+        ready([self._stream.incoming], writers, self._heartbeat.milliseconds())
         self._stream.flush()
 
     def _obey(self, record: MemberHears, content: int) -> None:

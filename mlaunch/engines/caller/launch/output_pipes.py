@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+
+from mlaunch.base.fds import ready
 
 # Beyond it machines wait, and their ranks with them, as a rank here waits at a pipe that is full.
 _LIMIT = 1 << 22  # bytes
@@ -73,11 +74,7 @@ class Backlog:
 
     def wait(self, other: int) -> bool:
         """Wait until a pipe takes more; True if another descriptor can be read."""
-        poll = select.poll()
-        poll.register(other, select.POLLIN)
-        for fd in self.blocked():
-            poll.register(fd, select.POLLOUT)
-        return other in {fd for fd, _ in poll.poll()}
+        return other in ready([other], self.blocked(), None)
 
     def ends(self) -> dict[tuple[int, int], int]:
         """Return for each pipe where what has been added until now ends."""
