@@ -19,11 +19,11 @@ class Feature:
         options: Those that are its own.
         asks: True if these options, by name, ask for it.
         one_call: Why it is for one blocking call with ranks of its own; "": it goes with all calls.
-        instead: What to do on ranks that it did not start.
+        instead: What to do on ranks that were started without it; "": they have it anyway.
         waits: A call may wait for it before it starts.
         servers: It may have a fork server at hand, before a fresh interpreter is started.
         variable: Of the environment, which asks for it; "0" is as good as none.
-        processes: Those besides the caller that make a part of its section: "rank", "member".
+        processes: Those besides the caller that make a part of its section: "rank", "member", "agent".
         visited: Commands may ask its part in an agent for something.
         stands_in: Modules that its ``rank.py`` replaces as ranks import them (``rank/setup/interpreter.py``).
         words: What who looks at a launch may ask its part in the agent.
@@ -127,9 +127,9 @@ FEATURES = (
         "slow",
         ("slow",),
         _given("slow"),
-        one_call="it compares the ranks of one call; mlaunch why says who waits for whom",
         instead="mlaunch why, while ranks wait",
-        processes=("rank",),
+        processes=("rank", "agent"),
+        apart=True,
     ),
     Feature("sweeps", (), _never),
     Feature("warm", (), _never, servers=True, variable="MLAUNCH_WARM"),

@@ -4,9 +4,11 @@
     python -m tests.slow_ranks healthy [runs]
     python -m tests.slow_ranks cost [pairs]
 
-A rank is slowed: by computing 10% longer, by a data loader that is slower than the steps, by neighbours on its CPU (as
-root, which may prefer them), each until ``mlaunch ps --json`` names it, with ``slow="5%"``; and by a stop of 2 s. Steps
-are mostly waits for a timer, as for a device, so that more ranks than CPUs can be there.
+A rank is slowed: by computing 10% longer, by a data loader in its own process or by a worker that is slower than the
+steps, by neighbours on its CPU (as root, which may prefer them), each until ``mlaunch ps --json`` names it, with
+``slow="5%"``; and by a stop of 2 s. Steps are mostly waits for a timer, as for a device, so that more ranks than CPUs
+can be there. Each rank writes down how long its own part of each step took, so what is printed says by how much the
+rank really was slower than the slowest of the others: on a busy machine another one may be, too.
 
 Healthy runs are of ten kinds, each with ``slow="10%"``; the time over which ranks are compared is 10 s, not 30, which
 is harder on chance.
@@ -22,6 +24,7 @@ import os
 import random
 import signal
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
@@ -39,14 +42,15 @@ from torch.utils.data import DataLoader, IterableDataset
 from mlaunch import launcher
 from tests import launches
 
-RANKS = 4
+RANKS = 3
 CPUS = sorted(os.sched_getaffinity(0))
-NEIGHBOURS = 4  # that the slowed rank has on its CPU
+NEIGHBOURS = 1  # that the slowed rank has on its CPU
 STEP = 0.1  # seconds
 PATIENCE = 30.0  # seconds in which the slow rank is to be named
 SLOWER = 0.1  # by that part of a step
-WORK = 0.05  # the part of a step in which a rank computes
-ALL_WAYS = ("computing", "loader", "neighbour", "stop")
+WORK = 0.2  # the part of a step in which a rank computes
+ALL_WAYS = ("computing", "loader", "worker", "neighbour", "stop")
+OWN = "dd"  # seconds of a step that were the rank's own, and those in which it waited
 
 
 def rest(seconds: float) -> None:
@@ -61,14 +65,14 @@ def burn(seconds: float) -> None:
 
 
 class Loaded(IterableDataset[int]):
-    """Its worker takes half of a step for each item, or one and a half, as the file says."""
+    """Takes so much of a step for each item, or the longer time while the file has the word. ``step``: its seconds."""
 
-    def __init__(self, file: str) -> None:
-        self._file = file
+    def __init__(self, file: Path, word: str, step: torch.Tensor, usual: float, longer: float) -> None:
+        self._file, self._word, self._step, self._usual, self._longer = file, word, step, usual, longer
 
     def __iter__(self) -> Iterator[int]:
         while True:
-            rest(STEP * (1.5 if Path(self._file).read_text() == "loader" else 0.5))
+            rest(self._step.item() * (self._longer if self._file.read_text() == self._word else self._usual))
             yield 0
 
 
@@ -76,18 +80,42 @@ def slowed_steps(place: str) -> None:
     """Take steps until told to end; in each look what is wanted of this rank."""
     rank = dist.get_rank()
     file, on = Path(place, str(rank)), torch.ones(1)
-    loader = iter(DataLoader(Loaded(str(file)), num_workers=1, batch_size=None))
+    step = torch.tensor(STEP).share_memory_()  # as long as it is here while nobody is slowed
+    own = iter(DataLoader(Loaded(file, "loader", step, 0, SLOWER), batch_size=None))
+    worker = iter(DataLoader(Loaded(file, "worker", step, 0.5, 1 + SLOWER), num_workers=1, batch_size=None))
+    left = time.monotonic()
     while on.item():
         way = file.read_text()
-        next(loader)
+        next(own)
+        next(worker)
         os.sched_setaffinity(0, CPUS[:1] if way == "neighbour" else CPUS)
         rest(STEP * (1 - WORK))
-        burn(STEP * (WORK + SLOWER * (way == "computing")))
+        burn(STEP * WORK)
+        burn(step.item() * SLOWER * (way == "computing"))
         if way == "stop":
             file.write_text("")
             os.kill(os.getpid(), signal.SIGSTOP)
         on[0] = not Path(place, "end").exists()
+        entered = time.monotonic()
         dist.all_reduce(on, dist.ReduceOp.MIN)
+        since, left = left, time.monotonic()
+        with Path(place, f"{rank}.steps").open("ab") as log:
+            log.write(struct.pack(OWN, entered - since, left - entered))
+        if not way:
+            step += (left - since - step) / 20
+
+
+def slower(place: Path, rank: int, since: list[int]) -> float:
+    """Return by which part of a step this rank's own time was longer than that of the slowest of the others.
+
+    ``since``: the sizes of their logs.
+    """
+    means = []
+    for number, size in enumerate(since):
+        steps = list(struct.iter_unpack(OWN, (place / f"{number}.steps").read_bytes()[size:])) or [(0.0, 1.0)]
+        means.append((statistics.fmean(own for own, _ in steps), statistics.fmean(map(sum, steps))))
+    others = max(own for number, (own, _) in enumerate(means) if number != rank)
+    return (means[rank][0] - others) / means[rank][1]
 
 
 def facts(launch: str) -> dict[str, Any]:
@@ -99,8 +127,10 @@ def facts(launch: str) -> dict[str, Any]:
 
 def named(rank: int, way: str, since: float) -> float | None:
     """Return after how many seconds the rank was named; None: it was not in time."""
-    while (passed := time.monotonic() - since) < PATIENCE:
+    passed = 0.0
+    while passed < PATIENCE:
         said = facts("slowed_steps")
+        passed = time.monotonic() - since
         if said.get("ranks") == str(rank) and (way != "stop" or "once" in said["text"]):
             return passed
         rest(0.5)
@@ -113,12 +143,21 @@ def pid_of(rank: int) -> int:
     return int(launch["ranks"][rank]["pid"])
 
 
-def slow_down(rank: int, way: str, place: Path) -> float | None:
-    """Slow a rank until it is named."""
+def neighbour() -> subprocess.Popen[bytes]:
+    """Start what uses the slowed rank's CPU, and is preferred to it."""
+    command = ["nice", "-n", "-10", "taskset", "-c", str(CPUS[0]), sys.executable, "-S", "-c", "while True: pass"]
+    started = subprocess.Popen(command, start_new_session=True)
+    group = Path(f"/proc/{started.pid}/autogroup")
+    if group.exists():  # then the kernel shares the CPU among sessions, and a process's own priority is its session's
+        group.write_text("-10")
+    return started
+
+
+def slow_down(rank: int, way: str, place: Path) -> tuple[float | None, float]:
+    """Slow a rank until it is named: return after how long it was, and by which part of a step it was slower."""
     pid, begun = pid_of(rank), time.monotonic()
-    count = NEIGHBOURS if way == "neighbour" else 0
-    command = ["nice", "-n", "-5", "taskset", "-c", str(CPUS[0]), sys.executable, "-S", "-c", "while True: pass"]
-    neighbours = [subprocess.Popen(command) for _ in range(count)]
+    sizes = [(place / f"{one}.steps").stat().st_size for one in range(RANKS)]
+    neighbours = [neighbour() for _ in range(NEIGHBOURS if way == "neighbour" else 0)]
     try:
         (place / str(rank)).write_text(way)
         if way == "stop":
@@ -126,12 +165,24 @@ def slow_down(rank: int, way: str, place: Path) -> float | None:
                 rest(0.01)
             rest(2.0)
             os.kill(pid, signal.SIGCONT)
-        return named(rank, way, begun)
+        found = named(rank, way, begun)
+        return found, slower(place, rank, sizes)
     finally:  # also if somebody ends this: they would use the CPU for ever
-        for neighbour in neighbours:
-            neighbour.kill()
-            neighbour.wait()
+        for process in neighbours:
+            process.kill()
+            process.wait()
         (place / str(rank)).write_text("")
+
+
+def told_of(found: list[tuple[float | None, float]]) -> str:
+    """Return how many were named, how soon, and by how much ranks were slower, those that were not named apart."""
+    seconds, by = [one for one, _ in found if one is not None], [much for one, much in found if one is not None]
+    missed = ", ".join(f"{much:.1%}" for one, much in found if one is None) or "none"
+    soon, late, least, most = statistics.median(seconds or [0]), max(seconds or [0]), min(by or [0]), max(by or [0])
+    return (
+        f"{len(seconds)} of {len(found)} named within {PATIENCE:g} s, median {soon:.1f} s, most {late:.1f} s; they "
+        f"were slower by {least:.1%} to {most:.1%} of a step, those that were not named by: {missed}"
+    )
 
 
 def slowed(times: int, *ways: str) -> None:
@@ -148,13 +199,11 @@ def slowed(times: int, *ways: str) -> None:
             for way in ways or ALL_WAYS:
                 found = []
                 for number in range(times):
-                    while "for no rank" not in facts("slowed_steps").get("text", ""):
+                    while running.is_alive() and "for no rank" not in facts("slowed_steps").get("text", ""):
                         rest(0.5)
                     found.append(slow_down(number % RANKS, way, place))
-                seconds = [one for one in found if one is not None]
-                median, most = statistics.median(seconds or [0]), max(seconds or [0])
-                print(f"{way}: {len(seconds)} of {times} named within {PATIENCE:g} s, median {median:.1f} s, most "
-                      f"{most:.1f} s", flush=True)  # fmt: skip
+                    print(f"{way}: {told_of(found[-1:])}", flush=True)
+                print(f"{way}: {told_of(found)}", flush=True)
         finally:
             (place / "end").touch()
             running.join()

@@ -22,10 +22,12 @@ class Peers:
     """There are none, and nothing is told or awaited: ``machines/agent/linked_peers.py`` has those that there are.
 
     Attributes:
+        alone: There are none.
         agree: Each machine has a caller of its own, so they have to agree on when to stop.
         pids: Of processes that nobody else reaps.
     """
 
+    alone = True
     agree = False
     pids: Sequence[int] = ()
 

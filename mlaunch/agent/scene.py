@@ -1,6 +1,7 @@
 """The parts that features have in an agent, and what they may do there.
 
-A part is made when the first word for it comes: for most launches there is none.
+A part is made when the first word for it comes, or with the launch if it has a section for it (``Feature.processes``):
+for most launches there is none.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ class Scene:
         clock: Returns monotonic seconds.
         call: The number of the call that runs, or ran last.
         machines_agree: Other machines take part that have callers of their own.
+        is_alone: No other machine takes part.
     """
 
     def __init__(self, feature: str, parts: AgentParts) -> None:
         self._feature, self._parts, self._launch = feature, parts, parts.launch
         self.sections, self.clock = parts.launch.sections, parts.launch.clock
-        self.machines_agree = parts.launch.peers.agree
+        self.machines_agree, self.is_alone = parts.launch.peers.agree, parts.launch.peers.alone
 
     @property
     def call(self) -> int:
@@ -94,7 +96,11 @@ class Scene:
         self._launch.launcher.try_send(PartSays(self._feature, news))
 
     def tell_machines(self, word: object) -> None:
-        """Send a word to where the launch's machines meet."""
+        """Send a word to where the launch's machines meet.
+
+        A dict, whose values JSON has, goes on from there: to the part on the machine of rank 0, or from that one's to
+        all others.
+        """
         self._launch.peers.say(PartSays(self._feature, word))
 
     def hold_deadline(self, *, held: bool) -> None:
@@ -112,6 +118,9 @@ class AgentParts:
     def __init__(self, launch: LaunchState, fail: Callable[[RankFailure, bool], None]) -> None:
         self.launch, self.fail = launch, fail
         self._parts: dict[str, AgentPart] = {}
+        for feature in FEATURES:
+            if "agent" in feature.processes and feature.name in launch.sections:
+                self._part(feature.name)
 
     def hear(self, record: object, fds: Collection[int] = ()) -> bool:
         """Pass on a word of the caller's; False if the record is something else."""

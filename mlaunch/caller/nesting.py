@@ -70,7 +70,7 @@ def run_joined(
     from mlaunch.rank.joining.become_rank import become_rank
 
     for feature in options.features:
-        if feature.one_call:
+        if feature.instead:
             given = f"{feature.options[0]}={getattr(options, feature.options[0])!r}"
             raise misuse(ValueError(f"{given} in {rank_of_process()}, which mlaunch has not started; allowed: "
                                     f"{feature.instead}, or join=False"))  # fmt: skip

@@ -25,17 +25,17 @@ _SEEDS = 2**31
 
 
 def get_world_size() -> int:
-    """Returns the number of ranks; 1 without a process group. Not collective."""
+    """Return the number of ranks; 1 without a process group. Not collective."""
     return world.get_world_size()
 
 
 def get_rank() -> int:
-    """Returns this process's rank; 0 without a process group. Not collective."""
+    """Return this process's rank; 0 without a process group. Not collective."""
     return world.get_rank()
 
 
 def get_local_rank() -> int:
-    """Returns this process's rank among those of its machine; 0 without a process group. Not collective.
+    """Return this process's rank among those of its machine; 0 without a process group. Not collective.
 
     Raises:
         RuntimeError: The launcher did not say (no ``LOCAL_RANK``), and ``create_local_process_group`` was not called.
@@ -44,7 +44,7 @@ def get_local_rank() -> int:
 
 
 def get_local_size() -> int:
-    """Returns the number of ranks on this machine; 1 without a process group. Not collective.
+    """Return the number of ranks on this machine; 1 without a process group. Not collective.
 
     Raises:
         RuntimeError: As ``get_local_rank``.
@@ -53,12 +53,12 @@ def get_local_size() -> int:
 
 
 def is_main_process() -> bool:
-    """Tells whether this is rank 0. Not collective."""
+    """True if this is rank 0. Not collective."""
     return get_rank() == 0
 
 
 def create_local_process_group(num_workers_per_machine: int | None = None) -> None:
-    """Makes the group of each machine's ranks. Collective; each rank gets its own machine's. A second call is free.
+    """Make the group of each machine's ranks. Collective; each rank gets its own machine's. A second call is free.
 
     Ranks of mlaunch need it only on several machines, where ``mlaunch.launch`` calls it.
 
@@ -74,7 +74,7 @@ def create_local_process_group(num_workers_per_machine: int | None = None) -> No
 
 
 def get_local_process_group() -> dist.ProcessGroup:
-    """Returns the group of this machine's ranks, for torch's collectives. Not collective.
+    """Return the group of this machine's ranks, for torch's collectives. Not collective.
 
     Raises:
         RuntimeError: It was not made (``create_local_process_group``), and the ranks are not all on one machine.
@@ -83,7 +83,7 @@ def get_local_process_group() -> dist.ProcessGroup:
 
 
 def synchronize(timeout: float | None = None) -> None:
-    """Returns once every rank has called it. Collective. Returns at once in a world of one.
+    """Return once every rank has called it; at once in a world of one. Collective.
 
     Args:
         timeout: Seconds, after which the ranks that did come raise. None: the process group's own timeout.
@@ -102,7 +102,7 @@ def synchronize(timeout: float | None = None) -> None:
 
 
 def all_gather(data: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Returns every rank's object, by rank, on every rank. Collective for ``group`` (None: all ranks).
+    """Return every rank's object, by rank, on every rank. Collective for ``group`` (None: all ranks).
 
     Objects travel over the CPU, each at its own size; tensors of an accelerator arrive on the CPU. A rank's own place
     in the list holds the very object that it passed.
@@ -114,7 +114,7 @@ def all_gather(data: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def gather(data: T, dst: int = 0, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Does as ``all_gather``, but only rank ``dst`` (counted within ``group``) gets the list; the others get ``[]``.
+    """Gather as ``all_gather`` does; rank ``dst`` (counted within ``group``) gets the list, the others get ``[]``.
 
     Raises:
         ValueError: ``group`` has no rank ``dst``.
@@ -125,7 +125,7 @@ def gather(data: T, dst: int = 0, group: dist.ProcessGroup | None = None) -> lis
 
 
 def broadcast_object(data: T, src: int = 0, group: dist.ProcessGroup | None = None) -> T:
-    """Returns the object of rank ``src`` (counted within ``group``), on every rank. Collective for ``group``.
+    """Return the object of rank ``src`` (counted within ``group``), on every rank. Collective for ``group``.
 
     What the other ranks pass is ignored.
 
@@ -138,7 +138,7 @@ def broadcast_object(data: T, src: int = 0, group: dist.ProcessGroup | None = No
 
 
 def shared_random_seed() -> int:
-    """Draws a random number from 0 to 2**31 - 1, the same on every rank. Collective.
+    """Draw a random number from 0 to 2**31 - 1, the same on every rank. Collective.
 
     Each rank draws from torch's default CPU generator, and rank 0's draw counts: with that generator seeded, it is
     reproducible.
@@ -148,7 +148,7 @@ def shared_random_seed() -> int:
 
 
 def reduce_dict(input_dict: Mapping[K, Any], average: bool = True) -> dict[K, Any]:
-    """Returns the mean (or sum) over all ranks of each value, on every rank (the original: on rank 0 alone).
+    """Return the mean (or sum) over all ranks of each value, on every rank (the original: only on rank 0).
 
     Collective. A new dictionary with the same keys in the same order; the input is not changed.
 
@@ -171,7 +171,7 @@ def reduce_dict(input_dict: Mapping[K, Any], average: bool = True) -> dict[K, An
 
 
 def all_reduce_mean(value: float, group: dist.ProcessGroup | None = None) -> float:
-    """Returns the mean of every rank's number, on every rank. Collective for ``group`` (None: all ranks)."""
+    """Return the mean of every rank's number, on every rank. Collective for ``group`` (None: all ranks)."""
     if _alone(group):
         return float(value)
     link = exchange.cpu_group(group)
@@ -182,7 +182,7 @@ def all_reduce_mean(value: float, group: dist.ProcessGroup | None = None) -> flo
 
 @contextlib.contextmanager
 def main_process_first() -> Iterator[bool]:
-    """Lets rank 0 run the block first, the others once it has ended. Collective.
+    """Run the block on rank 0 first, and on the others once it has ended. Collective.
 
     For what is prepared once and then found in a cache: a download, a tokenised data set. The value of the ``with``
     statement is True on rank 0.
@@ -196,7 +196,7 @@ def main_process_first() -> Iterator[bool]:
 
 @contextlib.contextmanager
 def once_per_machine() -> Iterator[bool]:
-    """Does as ``main_process_first``, but on each machine its first rank goes first. Collective.
+    """Run the block on the first rank of each machine first, as ``main_process_first`` does. Collective.
 
     Raises:
         RuntimeError: The block failed on the machine's first rank; or as ``get_local_process_group``.

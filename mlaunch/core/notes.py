@@ -9,12 +9,32 @@ from mlaunch.base.frozen_record import frozen_record
 
 
 @frozen_record
-class Note:
-    """``words``: for the user; ``facts``: for its report, by field.
+class Noticed:
+    """What a feature has found out about a call that continues.
 
-    ``holds``: no limit of the launch counts from now on; False: they count on; None: as before.
+    Attributes:
+        kind: Of its event.
+        what: For people.
+        facts: For programs, by field of the event.
+    """
+
+    kind: str
+    what: str
+    facts: Mapping[str, object] = field(default_factory=dict)
+
+
+@frozen_record
+class Note:
+    """What to note.
+
+    Attributes:
+        words: For the user.
+        facts: For the launch's report, by field.
+        holds: No limit of the launch counts from now on; False: they count on; None: as before.
+        event: For ``events=``.
     """
 
     words: str = ""
     facts: Mapping[str, object] = field(default_factory=dict)
     holds: bool | None = None
+    event: Noticed | None = None

@@ -126,7 +126,7 @@ class RankPart:
 
 
 class AgentPart:
-    """A feature's part of a launch, in its agent: made as ``part(scene)`` when the first word for it comes."""
+    """A feature's part of a launch, in its agent: made as ``part(scene)`` with the launch, or by the first word."""
 
     until_the_end: bool = False  # its steps are taken while the launch is being ended, too
 
@@ -142,7 +142,7 @@ class AgentPart:
         """
 
     def hear_machines(self, word: object) -> None:
-        """Take a word from where machines meet that have callers of their own."""
+        """Take a word from where machines meet: see ``Scene.tell_machines``."""
 
     def visited(self, pid: int) -> None:
         """Do what a command of that process has asked for; it waits for the call's end. ``mlaunch stop`` does."""

@@ -13,7 +13,7 @@ GROUP = "output"
 def add(_flags: Any, group: Any) -> None:
     """Add the flag to a group of the parser's."""
     group.add_argument("--events", metavar="FILE", help="a line of JSON for each event (launch, rank, failure, stall, "
-                       "stop, restart, end), added to FILE; otel: spans of OpenTelemetry")  # fmt: skip
+                       "slow, stop, restart, end), added to FILE; otel: spans of OpenTelemetry")  # fmt: skip
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Profiles some steps of one call of this rank with torch's profiler."""
+"""A rank of which torch's profiler records some steps of one call."""
 
 from __future__ import annotations
 
@@ -38,9 +38,11 @@ def part(section: ProfileOrder, rank: int) -> ProfiledRank:
 
 
 class StepProfile:
-    """Holds while the function runs. A step ends with a turn of ``mlaunch.progress``, or with ``mlaunch.step()``.
+    """The profile of a rank's steps, held while the function runs.
 
-    Once ``step`` was called, turns do not count. A profiler that fails is told of and left, and the run goes on.
+    A step ends with a turn of ``mlaunch.progress``, or with ``mlaunch.step()``.
+
+    Once ``step`` was called, turns do not count. A profiler that fails is reported and dropped, and the run continues.
     """
 
     def __init__(self, order: ProfileOrder, rank: int) -> None:
@@ -65,18 +67,18 @@ class StepProfile:
             signal.signal(signal.SIGTERM, self._asked_to_end)
 
     def _write_and_end(self, number: int, _frame: FrameType | None) -> None:
-        """Ends as the signal does, once what was recorded is written."""
+        """End as the signal does, once what was recorded is written."""
         self._end()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
     def turn(self) -> None:
-        """Counts a turn of a loop."""
+        """Count a turn of a loop."""
         if self._turns_count:
             self._count()
 
     def step(self) -> None:
-        """Counts a step that the function has named."""
+        """Count a step that the function has named."""
         self._turns_count = False
         self._count()
 
@@ -105,7 +107,7 @@ class StepProfile:
             self._try(running.stop)
 
     def _at(self, step: int) -> profiler.ProfilerAction:
-        """Says what the profiler does in a step: it gets ready in the one before the first."""
+        """Return what the profiler does in a step: it gets ready in the one before the first."""
         from torch.profiler import ProfilerAction
 
         first, last = self._order.first, self._order.last

@@ -1,4 +1,8 @@
-"""What the parts that look for slow ranks send each other."""
+"""What the parts that look for slow ranks send each other.
+
+Over several machines each agent sends what its ranks have waited for to the agent of rank 0, which compares all, and
+sends the others what came of it (``agent/other_machines.py``).
+"""
 
 from __future__ import annotations
 
@@ -17,17 +21,12 @@ class SlowTerms:
     Attributes:
         share: Of the others' time, which they wait for them.
         seconds: For which they do, before the user sees it.
-        every: Seconds between two looks.
+        every: Seconds between two comparisons.
     """
 
     share: float
     seconds: float
     every: float
-
-
-@frozen_record
-class BeginToLook:
-    """caller -> agent: the ranks of this call are to be compared."""
 
 
 @frozen_record

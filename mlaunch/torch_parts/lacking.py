@@ -1,4 +1,4 @@
-"""Says what a torch has not of what mlaunch takes of it: once in a process, and all of it in ``mlaunch doctor``."""
+"""What a torch lacks that mlaunch uses: said once in a process, and all of it in ``mlaunch doctor``."""
 
 from __future__ import annotations
 

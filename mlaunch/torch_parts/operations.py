@@ -132,7 +132,7 @@ def replace(kind: Any, name: str, watched: Callable[..., Callable[..., Any]], wo
 
 
 def _named(function: Any, name: str, like: Any) -> Any:
-    """Names a function as stacks show it."""
+    """Name a function as stacks show it."""
     code: CodeType = function.__code__.replace(co_name=name)
     named = FunctionType(code, function.__globals__, name, None, function.__closure__)
     named.__doc__, named.__qualname__ = like.__doc__, getattr(like, "__qualname__", name)
@@ -147,7 +147,7 @@ def _of_group(group: Any, args: tuple[Any, ...]) -> Tally:
 
 
 def _tally_of_backend(backend: Any) -> Tally | None:
-    """Returns what is counted of the group to which a backend belongs, if it is one."""
+    """Return what is counted of the group to which a backend belongs, if it is one."""
     for group in process_groups.everyone() if not process_groups.is_group(backend) else ():
         for known, devices in process_groups.backends(group):
             if known is backend:
@@ -206,7 +206,7 @@ def _message(begin: Callable[..., Any], words: str) -> Callable[..., Any]:
 
 
 def _of_message(args: tuple[Any, ...], kwargs: dict[str, Any], *, has_peer: bool) -> tuple[int, int]:
-    """Returns peer and tag of (tensors, peer, tag), or (tensors, tag)."""
+    """Return peer and tag of (tensors, peer, tag), or (tensors, tag)."""
     peer = args[1] if has_peer and len(args) > 1 else kwargs.get("dstRank", kwargs.get("srcRank", ANY))
     rest = args[1 + has_peer :]
     tag = rest[0] if rest else kwargs.get("tag", 0)
@@ -250,7 +250,7 @@ def _waiting(wait: Callable[..., Any], _words: str) -> Callable[..., Any]:
 
 
 def _note(work: Any, begun: Begun) -> None:
-    """Notes which work stands for what was begun. An id is another's once its work is gone, hence the reference."""
+    """Note which work stands for what was begun. An id is another's once its work is gone, hence the reference."""
     global _most  # noqa: PLW0603 - grows with what is really pending
     if work is None:
         return
@@ -291,7 +291,7 @@ def open_now() -> list[tuple[int, Begun | None]]:
 
 
 def numbers_of(name: str, group: Any) -> Iterator[tuple[str, int | None, Tally]]:
-    """Yields a name for each backend of a group, the number of collectives that it has begun, and what we have counted.
+    """Yield a name for each backend of a group, the number of collectives that it has begun, and what we have counted.
 
     The number is None where the backend counts nothing: what C++ has begun is not known there.
     """
@@ -363,7 +363,7 @@ class AllNumbers:
 
 
 def meeting(frame: FrameType | None) -> tuple[str, tuple[int, ...], str] | None:
-    """Returns name and members of the group that a thread is about to make, and in what; None: it makes none."""
+    """Return name and members of the group that a thread is about to make, and in what; None: it makes none."""
     depth, found = 0, None
     while frame is not None and depth < _DEEPEST:
         if frame.f_code.co_name in _MEETINGS and frame.f_code.co_filename.endswith(_C10D):

@@ -1,6 +1,6 @@
 """The process groups that this process is in, and their backends.
 
-torch keeps them in ``_world`` and asks them by names with an underscore; it documents the default group alone. Where a
+torch keeps them in ``_world`` and asks them by names with an underscore; it documents only the default group. Where a
 torch has no ``_world``, that group is all that is known, and nobody can tell whether ranks are in step.
 """
 

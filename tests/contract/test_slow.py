@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import subprocess
 import sys
 import threading
 import time
+from subprocess import PIPE
+from typing import Any
 
 import pytest
 
 from mlaunch import Ranks, launcher
 from tests import launches, schema
+from tests.conftest import ROOT
+from tests.system.network import free_port
 
 STEP = 0.05  # seconds
 
@@ -45,11 +51,12 @@ def test_a_slow_rank_is_named(
     """To the user, once; in ``mlaunch ps`` and ``why`` meanwhile; in the report."""
     pytest.importorskip("torch", reason="the ranks' collectives are torch's")
     launches.hurry_slow(monkeypatch, 3.0)
-    call, said, why = launcher(train, 3, device_type="cpu", slow="10%"), dict[str, str](), list[str]()
+    said, why, events = dict[str, str](), list[str](), list[dict[str, Any]]()
+    call = launcher(train, 3, device_type="cpu", slow="10%", events=events.append)
 
     def look() -> None:
         while not done.wait(0.5):
-            if "is last into" in (told := call.why()):
+            if "rank 1 is last into" in (told := call.why()):  # another one may be for a moment, on a busy machine
                 why.append(told)
                 said["ps"] = subprocess.run(
                     [sys.executable, "-m", "mlaunch", "ps"], check=True, capture_output=True, text=True
@@ -74,7 +81,11 @@ def test_a_slow_rank_is_named(
     assert "slow: rank 1 is last into" in why[0]
     assert "\n  slow: rank 1 is last into" in said["ps"]
     assert found.text in str(call.last)
-    schema.check(json.loads(json.dumps(call.last.as_dict())), "report")
+    told = json.loads(json.dumps(call.last.as_dict()))
+    schema.check(told, "report")
+    [event] = [event for event in json.loads(json.dumps(events)) if event["event"] == "slow"]
+    schema.check(event, "event")
+    assert told["slow_ranks"].items() <= event.items()
 
 
 @pytest.mark.slow
@@ -90,13 +101,92 @@ def test_healthy_ranks_are_not(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Ca
     assert "last into" not in capfd.readouterr().err
 
 
+@pytest.mark.slow
+def test_ranks_that_stay_on_machines_of_an_engine(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The one on another machine is named, to the one caller; each call by itself."""
+    pytest.importorskip("torch", reason="the ranks' collectives are torch's")
+    from tests.contract.test_engine_calls import Threads
+
+    launches.hurry_slow(monkeypatch, 3.0)
+    told, said = threading.Event(), list[str]()
+
+    def look() -> None:
+        while not told.wait(0.5):
+            listed = json.loads(subprocess.check_output([sys.executable, "-m", "mlaunch", "ps", "--json"]))
+            own = [one["features"] for one in listed if one["agent"] == os.getpid()]
+            said.extend(features["slow"]["text"] for features in own if "slow" in features)
+
+    looking = threading.Thread(target=look)
+    with Ranks(n_gpus=2, engine=Threads(), slow="10%") as ranks:  # two on the first machine, one on the second
+        looking.start()
+        try:
+            ranks.run(train, 8.0, 2, model=False)
+        finally:
+            told.set()
+            looking.join()
+        assert ranks.last is not None
+        assert ranks.last.slow_ranks is not None
+        assert ranks.last.slow_ranks.ranks == (2,)
+        ranks.run(int)
+        assert ranks.last.slow_ranks is None
+    assert any("rank 2 is last into" in text for text in said)
+    assert capfd.readouterr().err.count("rank 2 is last into") == 1
+
+
+MACHINE = """
+import sys
+import pytest
+from mlaunch import launcher
+from tests import launches
+from tests.contract.test_slow import train
+
+rank_start, here, port = map(int, sys.argv[1:])
+with pytest.MonkeyPatch.context() as patch:
+    launches.hurry_slow(patch, 3.0)
+    call = launcher(train, here, 3, slow="10%", rank_start=rank_start, master_ip="127.0.0.1", port=port)
+    call(8.0, 1, model=False)
+    print(call.last.slow_ranks.ranks)
+"""
+SHIFTED = ["unshare", "--time", "--fork", "--kill-child", "--monotonic", "1000000", "--boottime", "1000000"]
+
+
+@pytest.mark.slow
+@pytest.mark.dear("each machine is a caller of its own, with its own fork server")
+def test_machines_whose_clocks_differ() -> None:
+    """By eleven days: no clock is compared with another one. Each caller is told, the slow rank's among them."""
+    pytest.importorskip("torch", reason="the ranks' collectives are torch's")
+    if subprocess.run([*SHIFTED, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("no time namespace can be made here")
+    port = str(free_port())
+    machines = (
+        [sys.executable, "-c", MACHINE, "0", "1", port],
+        [*SHIFTED, sys.executable, "-c", MACHINE, "1", "2", port],
+    )
+    with contextlib.ExitStack() as stack:
+        running = []
+        for command in machines:
+            running.append(subprocess.Popen(command, cwd=ROOT, stdout=PIPE, stderr=PIPE, text=True))
+            stack.callback(running[-1].kill)
+        for process in running:
+            said, err = process.communicate(timeout=120)
+            assert said == "(1,)\n", err
+            assert "rank 1 is last into" in err
+
+
 def test_where_it_is_not() -> None:
     with (
-        pytest.raises(ValueError, match=r"slow .*it compares the ranks of one call"),
-        Ranks(n_gpus=1, slow="10%"),
+        Ranks(n_gpus=1, device_type="cpu") as ranks,
+        pytest.raises(ValueError, match=r"slow='10%' with ranks=: these ranks were started without it"),
     ):
-        pass
-    with pytest.raises(ValueError, match=r"slow='10%' with submit\(\): allowed: None"):
-        launcher(int, 1, device_type="cpu", slow="10%").submit()
-    with pytest.raises(ValueError, match=r"slow='10%' with ranks on several machines: only ranks of one machine are"):
-        launcher(int, 1, device_type="cpu", slow="10%", world_size=2, port=1)()
+        launcher(int, ranks=ranks, slow="10%")
+
+
+def test_a_short_call() -> None:
+    """Over before anything is compared: its ranks are timed, and its agent has a part, and nothing is said."""
+    pytest.importorskip("torch", reason="the ranks' collectives are torch's")
+    call = launcher(int, 1, device_type="cpu", slow="10%")
+    assert call() == [0]
+    assert call.last is not None
+    assert call.last.slow_ranks is None

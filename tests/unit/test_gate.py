@@ -38,7 +38,7 @@ from mlaunch.machines.gate.gate import Gate
 from mlaunch.machines.gate.membership import Join, failure_of_record, shortened
 from mlaunch.machines.gate.roster import Roster
 from mlaunch.machines.gate.store_process import GateConfig, StoreProcess
-from mlaunch.machines.link import joining_words, link_process, stop_words
+from mlaunch.machines.link import joining_words, link_process, part_words
 from mlaunch.machines.link.link_process import LinkProcess
 from mlaunch.machines.link.streams import RankStreams
 from mlaunch.machines.wire import control_protocol
@@ -679,8 +679,8 @@ def test_what_a_master_says_does_not_command_a_terminal() -> None:
     asyncio.run(talk())
     ours.close()
     theirs.close()
-    assert stop_words.order_of({"freeze": evil}) == ForPart(NAME, 0, FreezeRanks(shown))
-    assert stop_words.order_of({"stop_at": 3, "reason": evil}) == ForPart(NAME, 0, StopRanks(3, shown))
+    assert part_words.order_of({"freeze": evil}) == ForPart(NAME, 0, FreezeRanks(shown))
+    assert part_words.order_of({"stop_at": 3, "reason": evil}) == ForPart(NAME, 0, StopRanks(3, shown))
 
 
 def test_a_plan_that_leads_elsewhere_is_not_followed() -> None:

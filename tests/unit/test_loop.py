@@ -177,7 +177,6 @@ INSIDE = {
     "mlaunch.compat.rank.join": "test_join_refuses",
     "mlaunch.rank.for_users.logs": "test_the_rank_zero_filter",
     "mlaunch.events.caller.call_events": "test_a_function_hears_of_each",
-    "mlaunch.events.caller.sinks": "test_a_function_hears_of_each",
     "mlaunch.events.caller.spans": "test_spans_of_opentelemetry",
     "mlaunch.events.command": "test_the_flags_of_options",
     "mlaunch.leases.caller.circles": "test_a_circle_is_refused_as_it_closes",
@@ -200,7 +199,10 @@ INSIDE = {
     "mlaunch.debug.command": "test_without_an_id",
     "mlaunch.debug.rank.breakpoints": "test_the_lines_may_come_from_a_program",
     "mlaunch.debug.rank.debugged_rank": "test_the_lines_may_come_from_a_program",
-    "mlaunch.slow.caller": "test_where_it_is_not",
+    "mlaunch.slow.agent.slow_watch": "test_a_short_call",
+    "mlaunch.slow.caller": "test_a_short_call",
+    "mlaunch.slow.rank": "test_a_short_call",
+    "mlaunch.torch_parts.model_times": "test_a_short_call",
     "mlaunch.slow.command": "test_the_flags_of_options",
     "mlaunch.warm.command": "test_wrong_command_lines",
 }
@@ -211,7 +213,6 @@ FRESH = {"mlaunch.engines.member.main", "mlaunch.warm.caller.zygote_upkeep", "ml
 FRESH |= {"mlaunch.debug.rank.visit"}
 FRESH |= {"mlaunch.leases.caller.remnants"}  # with a library of its own in place of the driver's
 FRESH |= {"mlaunch.profile.member"}  # of a profile on machines: torch's profiler alone takes seconds to import
-FRESH |= {"mlaunch.slow.agent.lookout", "mlaunch.slow.rank", "mlaunch.torch_parts.model_times"}  # which take seconds
 FRESH |= {f"mlaunch.torch_parts.{name}" for name in ("lacking", "recorder")}
 FRESH |= {f"mlaunch.warm.server.{name}" for name in ("zygote", "zygote_start")}
 

@@ -98,7 +98,6 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"slow": "-1%"}, ValueError, "slow='-1%': allowed: a share of the time, more than 0% and less than 100%, such"),
     ({"slow": "nan%"}, ValueError, "slow='nan%': allowed: a share of the time, more than 0% and less than 100%, such"),
     ({"slow": True}, TypeError, "slow=True: allowed: a share of the time, more than 0% and less than 100%, such as"),
-    ({"slow": "10%", "keep": 5.0}, ValueError, "slow='10%' with keep=: these ranks stay; allowed: a call with"),
     ({"slow": "10%", "inline": True}, ValueError, "slow='10%' with inline=True: allowed: None; nothing but the"),
     ({"grace_period": -1}, ValueError, "grace_period=-1: allowed: seconds, 0 or more"),
     ({"deadline": float("inf")}, ValueError, "deadline=inf: allowed: a finite number of seconds"),

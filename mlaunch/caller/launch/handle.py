@@ -25,12 +25,13 @@ from mlaunch.caller.interrupts import EndSignal
 from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.launch.settle import Ended, Steps, add_note, settle
 from mlaunch.caller.launch.watchdog import Backing, Killed, Limits, remove_names
-from mlaunch.caller.launch.watched_call import Noticed, Watchers
+from mlaunch.caller.launch.watched_call import Watchers
 from mlaunch.caller.output.relay import Events, Relay
 from mlaunch.caller.report.history import History
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.server.fork_server import ServerGoneError
 from mlaunch.core.grants import Need
+from mlaunch.core.notes import Noticed
 from mlaunch.protocol import visitors
 from mlaunch.protocol.messages import (
     AgentSays,
@@ -312,6 +313,8 @@ class LaunchHandle:
             self._watchers.hold(held=note.holds)
         if note.words:
             self.relay.output.say(note.words)
+        if note.event is not None and self.parts is not None:
+            self.parts.noticed(note.event)
 
 
 def _words_on(name: str, record: AgentSays) -> str:

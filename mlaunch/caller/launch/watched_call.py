@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mlaunch.base.frozen_record import frozen_record
+from mlaunch.core.notes import Noticed
 from mlaunch.protocol.messages import Question
 
 if TYPE_CHECKING:
@@ -19,19 +19,11 @@ if TYPE_CHECKING:
     from mlaunch.protocol.spec import LaunchSpec
 
     TakeRanks = Callable[[Sequence[Mapping[str, Any]]], None]  # each as its agent tells of it
-    TakeNoticed = Callable[["Noticed", RankFailure | None], None]
+    TakeNoticed = Callable[[Noticed, RankFailure | None], None]
 
 # Seconds after which they begin to look: where options ask for something, and else. Shorter calls are spared the work.
 _SOON, _LATE = 0.2, 10.0
 _NEVER = float("inf")
-
-
-@frozen_record
-class Noticed:
-    """What a feature has found out about a call that goes on. ``kind``: of its event; ``what``: for people."""
-
-    kind: str
-    what: str
 
 
 class WatchedCall:

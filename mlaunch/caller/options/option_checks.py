@@ -97,13 +97,12 @@ def _check_inline(given: Mapping[str, Any]) -> None:
 
 
 def _check_features(given: Mapping[str, Any]) -> None:
-    elsewhere = {"ranks": "these ranks were started without it", "keep": "these ranks stay"}
     for feature in FEATURES:
-        if not (feature.one_call and feature.asks(given)):
-            continue
-        name = feature.options[0]
-        for other, why in elsewhere.items():
-            if given[other] is not None:
+        refused = {"ranks": feature.instead and "these ranks were started without it",
+                   "keep": feature.one_call and "these ranks stay"}  # fmt: skip
+        for other, why in refused.items():
+            if why and given[other] is not None and feature.asks(given):
+                name = feature.options[0]
                 raise ValueError(f"{name}={given[name]!r} with {other}=: {why}; allowed: a call with ranks of its own")
     if given["numa_memory"] is not None and given["numa"] is None:
         raise ValueError(f"numa_memory={given['numa_memory']!r} without numa=: memory goes with the CPUs that a rank "

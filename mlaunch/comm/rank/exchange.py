@@ -6,7 +6,7 @@ costs its size times the number of ranks squared. Here each rank's bytes travel 
     sizes of all | blobs: seal, table, pickle stream, small buffers | large buffers, straight from their memory
 
 Nothing of a blob is used before its seal is checked. Large buffers are plain bytes, of which nothing is executed: they
-are not sealed, lest every tensor be read once more.
+are not sealed, so that no tensor is read once more.
 
 A value that cannot be pickled is known to all from the sizes, so all raise, and none waits.
 """
@@ -43,7 +43,7 @@ _gloo_twins: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = w
 
 
 def cpu_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Returns ``group`` if it can carry CPU tensors, else a gloo group of the same ranks, made at the first use.
+    """Return ``group`` if it can carry CPU tensors, else a gloo group of the same ranks, made at the first use.
 
     Collective for the group's ranks. ``None``: all ranks.
     """
@@ -59,7 +59,7 @@ def cpu_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def gather_everywhere(value: object, group: dist.ProcessGroup | None, what: str) -> list[Any]:
-    """Returns every rank's value, on every rank; one's own is the object itself."""
+    """Return every rank's value, on every rank; one's own is the object itself."""
     link = _Link(cpu_group(group))
     mine, sizes = _prepare(value, link, what)
     if max(sizes) <= _PADDED:
@@ -78,7 +78,7 @@ def gather_everywhere(value: object, group: dist.ProcessGroup | None, what: str)
 
 
 def gather_at(value: object, dst: int, group: dist.ProcessGroup | None, what: str) -> list[Any]:
-    """Returns every rank's value at rank ``dst`` of the group, [] elsewhere."""
+    """Return every rank's value at rank ``dst`` of the group, [] elsewhere."""
     link = _Link(cpu_group(group))
     mine, sizes = _prepare(value, link, what)
     if link.rank != dst:
@@ -96,7 +96,7 @@ def gather_at(value: object, dst: int, group: dist.ProcessGroup | None, what: st
 
 
 def broadcast(value: object, src: int, group: dist.ProcessGroup | None, what: str) -> Any:
-    """Returns the value of rank ``src`` of the group, on every rank; there the object itself."""
+    """Return the value of rank ``src`` of the group, on every rank; there the object itself."""
     link = _Link(cpu_group(group))
     packed = _pack(value) if link.rank == src else _Packed()
     size = _size_tensor(packed)
@@ -122,7 +122,7 @@ class _Packed:
     culprit: str = ""
 
     def send(self, send: Callable[[Any], object]) -> None:
-        """Sends the large buffers."""
+        """Send the large buffers."""
         for buffer in self.large:
             with buffer.raw() as raw:
                 # torch.frombuffer takes no memory that is read-only.
@@ -147,7 +147,7 @@ def _pack(value: object) -> _Packed:
 
 
 def _room(size: int) -> Any:
-    """Makes a writable buffer; a large one without the time to fill it with zeros first."""
+    """Make a writable buffer; a large one without the time to fill it with zeros first."""
     return bytearray(size) if size < _LARGE else mmap.mmap(-1, size)
 
 
@@ -206,7 +206,7 @@ class _Link:
         return dist.get_global_rank(self.group, index)
 
     def checked(self, blob: Any, index: int, what: str) -> Any:
-        """Returns a blob that this rank of the group has sent for this exchange. ValueError for any other."""
+        """Return a blob that this rank of the group has sent for this exchange. ValueError for any other."""
         if not self.seal.holds(blob, index):
             raise ValueError(
                 f"{what}: what came in the name of rank {self.rank_of(index)} is not what that rank sent here, so "
@@ -242,7 +242,7 @@ class _Link:
 
 
 def _chunks(buffer: Any) -> Iterator[torch.Tensor]:
-    """Yields the buffer as tensors that share its memory."""
+    """Yield the buffer as tensors that share its memory."""
     whole = memoryview(buffer).cast("B")
     for start in range(0, whole.nbytes, _CHUNK):
         yield torch.frombuffer(whole[start : start + _CHUNK], dtype=torch.uint8)

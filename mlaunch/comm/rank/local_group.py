@@ -32,7 +32,7 @@ _made: list[_Made] = []  # one, or none
 
 
 def local() -> Local:
-    """Finds this rank's place from the group that was made, else from what the launcher said; else RuntimeError."""
+    """Return this rank's place: in the group that was made, or as the launcher said; RuntimeError if neither says."""
     made = _current()
     if made is not None:
         return Local(dist.get_rank(made), dist.get_world_size(made))
@@ -47,13 +47,13 @@ def local() -> Local:
 
 
 def local_rank() -> int:
-    """Finds the same as ``local().rank``, where the launcher said that alone, too."""
+    """Return ``local().rank``, also if the launcher gave only that."""
     said = os.environ.get("LOCAL_RANK")
     return int(said) if _current() is None and said is not None else local().rank
 
 
 def group() -> dist.ProcessGroup:
-    """Returns the group of this machine's ranks. RuntimeError if there is none yet."""
+    """Return the group of this machine's ranks. RuntimeError if there is none yet."""
     everyone, made = world.group(), _current()
     if made is not None:
         return made
@@ -66,7 +66,7 @@ def group() -> dist.ProcessGroup:
 
 
 def make(per_machine: int | None) -> None:
-    """Makes each machine's group. Collective."""
+    """Make each machine's group. Collective."""
     if _current() is not None:
         return
     groups = _by_place() if per_machine is None else _by_number(per_machine)
@@ -76,7 +76,7 @@ def make(per_machine: int | None) -> None:
 
 
 def form(ranks: list[int]) -> dist.ProcessGroup:
-    """Makes the group of these ranks, who share a machine; none of them may end before all have it.
+    """Make the group of these ranks, who share a machine; none of them may end before all have it.
 
     Collective for them alone, while the ranks of all other machines do the same: a group that is split from the world's
     (NCCL) takes all ranks, each with its own machine's.
@@ -87,7 +87,7 @@ def form(ranks: list[int]) -> dist.ProcessGroup:
 
 
 def together(ranks: list[int]) -> bool:
-    """Tells whether these ranks, this one among them, are all on this machine."""
+    """True if these ranks, this one among them, are all on this machine."""
     here = local()
     if here.size == dist.get_world_size():
         return True
@@ -99,7 +99,7 @@ def together(ranks: list[int]) -> bool:
 
 
 def _current() -> dist.ProcessGroup | None:
-    """Returns the group, unless the world in which it was made is gone."""
+    """Return the group, unless the world in which it was made is gone."""
     # By identity: a world that was made anew may be of other ranks.
     return _made[0].group if _made and _made[0].world is dist.group.WORLD else None
 
@@ -120,7 +120,7 @@ def _by_place() -> list[list[int]]:
 
 
 def _place() -> str:
-    """Names this machine: alike in all of its processes, and in no others."""
+    """Return a name of this machine, the same in all of its processes and in no others."""
     if "GROUP_RANK" in os.environ:  # the launcher counted them
         return os.environ["GROUP_RANK"]
     boot = Path("/proc/sys/kernel/random/boot_id")

@@ -54,7 +54,7 @@ class _Entry:
 
 
 def reduce_dict(values: Mapping[Any, Any], *, average: bool) -> dict[Any, Any]:
-    """Does what ``mlaunch.comm.reduce_dict`` says."""
+    """Reduce, as ``mlaunch.comm.reduce_dict`` describes."""
     # Dicts keep the order of their making, which need not be the same on all ranks.
     mine = [_entry(name, values[name]) for name in sorted(values, key=_order)]
     kinds = _agreed(mine)
@@ -83,7 +83,7 @@ def _order(name: Any) -> tuple[str, str]:
 
 
 def _plain(value: Any) -> Any:
-    """Returns Python's number for one of numpy's."""
+    """Return Python's number for one of numpy's."""
     numpy = sys.modules.get("numpy")
     return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
 
@@ -109,7 +109,7 @@ def _tensor(value: Any, kind: _NumberKind) -> torch.Tensor:
 
 
 def _encoded(numbers: torch.Tensor, kind: _NumberKind) -> torch.Tensor:
-    """Returns what is added: float64, one or two for each number."""
+    """Return what is added: float64, one or two for each number."""
     if kind is _NumberKind.COMPLEX:
         return torch.view_as_real(numbers.to(torch.complex128)).flatten()
     if kind is _NumberKind.REAL:
@@ -121,7 +121,7 @@ def _encoded(numbers: torch.Tensor, kind: _NumberKind) -> torch.Tensor:
 
 
 def _inexact(value: Any, total: torch.Tensor, size: int | None, kind: _NumberKind) -> Any:
-    """Returns a sum, or a mean over ``size``, in the form in which the value was given."""
+    """Return a sum, or a mean over ``size``, in the form in which the value was given."""
     # Not as a view: a complex one begins at an even place.
     found = torch.complex(*total.view(-1, 2).unbind(1)) if kind is _NumberKind.COMPLEX else total
     found = found if size is None else found / size
@@ -134,7 +134,7 @@ def _inexact(value: Any, total: torch.Tensor, size: int | None, kind: _NumberKin
 
 
 def _whole(name: Hashable, value: Any, total: torch.Tensor, size: int | None) -> Any:
-    """Returns the same for integers. OverflowError: the sum is none of the value's type."""
+    """Return the same for integers. OverflowError: the sum is none of the value's type."""
     high, low = total.to(torch.int64).view(2, -1)
     high, low = high + (low >> _HALF), low & _LOW
     if not isinstance(value, torch.Tensor):
@@ -155,7 +155,7 @@ def _whole(name: Hashable, value: Any, total: torch.Tensor, size: int | None) ->
 
 
 def _as_numpy(value: Any, number: Any, kind: _NumberKind, name: Hashable = "") -> Any:
-    """Returns a number in numpy's type if the value is of one of this kind."""
+    """Return a number in numpy's type if the value is of one of this kind."""
     numpy: Any = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, getattr(numpy, _OF_NUMPY[kind])):
         return number
@@ -167,7 +167,7 @@ def _as_numpy(value: Any, number: Any, kind: _NumberKind, name: Hashable = "") -
 
 
 def _agreed(mine: Sequence[_Entry]) -> list[_NumberKind]:
-    """Returns in what each value is added. Raises on every rank unless all passed the same and it is of use.
+    """Return in what each value is added. Raise on every rank unless all passed the same, which can be added.
 
     One small collective; more words only if they differ.
     """

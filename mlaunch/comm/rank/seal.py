@@ -45,7 +45,7 @@ _counts: weakref.WeakKeyDictionary[dist.ProcessGroup, _Count] = weakref.WeakKeyD
 class Seal:
     """The seal (a MAC) of the next exchange of a group.
 
-    Ranks of other launchers share no secret. What they exchange is checked against accidents alone.
+    Ranks of other launchers share no secret. What they exchange is checked only against accidents.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -59,11 +59,11 @@ class Seal:
         self._place = b"mlaunch object\0%d\0%d\0%b\0" % (call, count.exchanges, count.group)
 
     def put(self, blob: bytearray, source: int) -> None:
-        """Writes the code into the blob's first bytes. ``source``: the rank within the group that sends it."""
+        """Write the code into the blob's first bytes. ``source``: the rank within the group that sends it."""
         blob[:SIZE] = self._code(memoryview(blob), source)
 
     def holds(self, blob: Any, source: int) -> bool:
-        """Tells whether that rank of the group has sent these bytes, in this exchange."""
+        """True if that rank of the group has sent these bytes, in this exchange."""
         view = memoryview(blob)
         return hmac.compare_digest(bytes(view[:SIZE]), self._code(view, source))
 

@@ -14,12 +14,12 @@ from mlaunch.torch_parts import process_groups
 
 
 def is_grouped() -> bool:
-    """Tells whether there is a process group."""
+    """True if there is a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def group() -> dist.ProcessGroup:
-    """Returns the group of all ranks. RuntimeError if there is none."""
+    """Return the group of all ranks. RuntimeError if there is none."""
     group: dist.ProcessGroup | None = dist.group.WORLD
     if group is None:
         raise RuntimeError("there is no process group here; call this in a rank, after init_process_group")
@@ -27,7 +27,7 @@ def group() -> dist.ProcessGroup:
 
 
 def subgroup(ranks: list[int], backend: str | None) -> dist.ProcessGroup:
-    """Makes a group of these ranks, counted within it in the order given. Collective for them alone.
+    """Make a group of these ranks, counted within it in the order given. Collective for them alone.
 
     Raises:
         ValueError: This torch counts them in ascending order, and another is given.
@@ -43,17 +43,17 @@ def subgroup(ranks: list[int], backend: str | None) -> dist.ProcessGroup:
 
 
 def get_rank() -> int:
-    """Returns this process's rank; 0 without a process group."""
+    """Return this process's rank; 0 without a process group."""
     return dist.get_rank() if is_grouped() else 0
 
 
 def get_world_size() -> int:
-    """Returns the number of ranks; 1 without a process group."""
+    """Return the number of ranks; 1 without a process group."""
     return dist.get_world_size() if is_grouped() else 1
 
 
 def barrier(timeout: float) -> None:
-    """Returns once every rank has called it; TimeoutError after ``timeout`` seconds, naming those that had not."""
+    """Return once every rank has called it; TimeoutError after ``timeout`` seconds, naming those that had not."""
     store, size = process_groups.default_store(), get_world_size()
     try:
         Barrier(store, "mlaunch/barrier", size).meet(str(get_rank()), timeout)

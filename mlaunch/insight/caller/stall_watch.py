@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlaunch.base.text import in_two_units
-from mlaunch.caller.launch.watched_call import Noticed, WatchedCall
+from mlaunch.caller.launch.watched_call import WatchedCall
+from mlaunch.core.notes import Noticed
 from mlaunch.core.parts import Watcher
 from mlaunch.insight.wire import PULSE, WHY
 from mlaunch.protocol import failures

@@ -26,7 +26,7 @@ class LinkedPeers(Peers):
     """
 
     def __init__(self, link: Link, timeout: float = 0.0, *, by_engine: bool = False) -> None:
-        self._link = link
+        self._link, self.alone = link, False
         self.agree = not by_engine
         self.pids = [link.pid]
         self._timeout = timeout

@@ -180,8 +180,19 @@ class Gate:
             self._awaited.discard(member)
             self._stop.remove(member.number)
             self._end_if_over()
+        elif self._begun and "part" in record:
+            self._pass_on(member, {"part": record["part"], "word": record.get("word")})
         elif self._begun:
             self._stop.hear(member.number, record)
+
+    def _pass_on(self, member: _JoinedMachine, record: control_protocol.Record) -> None:
+        """Pass a feature's word on to the first machine, or from that one to all others: no two others talk."""
+        if member.number == 0:
+            self._tell(record, besides=member)
+            return
+        first = next((one for one in self._members if one.number == 0 and not one.gone.is_set()), None)
+        if first is not None:
+            control_protocol.post(first.writer, control_protocol.encode(record))
 
     async def _lose(self, member: _JoinedMachine, why: str) -> None:
         self._awaited.discard(member)

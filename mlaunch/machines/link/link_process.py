@@ -24,7 +24,7 @@ from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.text import printable
 from mlaunch.machines.gate.gate import BEATS
 from mlaunch.machines.gate.membership import Join, agreed_of_record, failure_of_record, shortened
-from mlaunch.machines.link import stop_words
+from mlaunch.machines.link import part_words
 from mlaunch.machines.link.joining_words import JoiningWords
 from mlaunch.machines.link.streams import RankStreams
 from mlaunch.machines.wire import control_protocol
@@ -135,7 +135,7 @@ class LinkProcess:
                     failure = shortened(failure_of_record(record["failure"]))
                     self._failed = self._failed or not failure.consequence
                     self._agent.try_send(failure)
-                elif (order := stop_words.order_of(record)) is not None:
+                elif (order := part_words.order_of(record)) is not None:
                     self._agent.try_send(order)
                 elif "over" in record:
                     self._agent.try_send(AllGone())
@@ -168,7 +168,7 @@ class LinkProcess:
                 self._failed = self._failed or not record.consequence
                 self._post({"failure": asdict(record)})
             case PartSays():
-                self._post(stop_words.record_of(record))
+                self._post(part_words.record_of(record))
             case Done():
                 self._post({"done": 1})
             case _:

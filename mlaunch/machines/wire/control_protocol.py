@@ -28,7 +28,7 @@ from typing import Any
 from mlaunch.base.text import printable
 
 # Counted up with each change of records, so that two versions of mlaunch refuse each other in words.
-PROTOCOL = 9
+PROTOCOL = 10
 ROLES = ("control", "store")
 LINE_LIMIT = 262_144  # bytes of a record
 SENTENCE = 2_000  # bytes of what is said to people

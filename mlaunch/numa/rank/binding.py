@@ -1,4 +1,4 @@
-"""Chooses the CPUs of each rank of a machine. Nothing here binds anything, so all of it can be tried on any machine."""
+"""The CPUs of each rank of a machine. Nothing here binds anything, so all of it can be tried on any machine."""
 
 from __future__ import annotations
 

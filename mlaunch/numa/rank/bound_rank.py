@@ -1,4 +1,4 @@
-"""Binds a rank to its CPUs, and its memory to their nodes: by system calls, since ``numactl`` is seldom installed."""
+"""A rank that binds itself to its CPUs, and its memory to their nodes: by system calls, as few have ``numactl``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class BoundRank(RankPart):
 
     def __init__(self, order: NumaOrder) -> None:
         self._order = order
-        self._lines: list[str] = []  # to be said once the rank's output is somebody's
+        self._lines: list[str] = []  # printed once the rank has its streams
 
     def begin(self, spec: LaunchSpec, local_rank: int) -> Mapping[str, str]:
         """Bind this process; ValueError for lists of CPUs that this machine cannot keep."""

@@ -1,4 +1,4 @@
-"""Makes one trace of those that torch.profiler has written of a launch's ranks, event by event.
+"""One trace, of those that torch.profiler has written of a launch's ranks, event by event.
 
 Ranks write process numbers and flow numbers that others have, too (device 0 of each is "process" 0), and times that
 count from a moment which each part names. Here each rank has numbers of its own, and all times count from the moment at
@@ -37,7 +37,7 @@ class _Text:
         self._buffer, self._at = "", 0
 
     def next(self) -> str:
-        """Returns the next character that is no space, and stays before it."""
+        """Return the next character that is no space, and stay before it."""
         while True:
             while self._at < len(self._buffer) and self._buffer[self._at].isspace():
                 self._at += 1
@@ -46,13 +46,13 @@ class _Text:
             self._read()
 
     def skip(self, *characters: str) -> None:
-        """Goes past one of these."""
+        """Go past one of these characters."""
         if self.next() not in characters:
             raise CutTraceError(f"no {' or '.join(characters)} where there should be one")
         self._at += 1
 
     def value(self) -> Any:
-        """Reads a value. What follows it must be there, too: of a number a part looks whole."""
+        """Read a value. What follows it must be there, too: of a number a part looks whole."""
         self.next()
         while True:
             try:
@@ -77,7 +77,7 @@ class _Text:
 
 
 def events_of(path: str) -> Iterator[tuple[str, Any]]:
-    """Yields the names and values of a trace, and each of its events as one of the name "traceEvents".
+    """Yield the names and values of a trace, and each of its events as one of the name "traceEvents".
 
     Raises:
         CutTraceError: It ends too early.
@@ -108,7 +108,7 @@ def _elements(text: _Text) -> Iterator[Any]:
 
 
 def write(target: str, report: LaunchReport, parts: Mapping[int, str], *, compressed: bool) -> dict[int, str]:
-    """Writes the trace of a launch, with the parts of these ranks. Returns why a part is not whole there, by rank."""
+    """Write the trace of a launch, with the parts of these ranks; return why a part is not whole there, by rank."""
     lacks: dict[int, str] = {}
     open_it: Any = functools.partial(gzip.open, compresslevel=_LEVEL) if compressed else open
     with open_it(target, "wt", encoding="utf-8") as file:
@@ -131,7 +131,7 @@ def _events(report: LaunchReport, parts: Mapping[int, str], lacks: dict[int, str
 
 
 def _timeline(rank: RankReport, name: str) -> Iterator[dict[str, Any]]:
-    """Yields what the launch itself knows of a rank."""
+    """Yield what the launch itself knows of a rank."""
     pid = (rank.rank + 1) * _PROCESSES
     named = {"name": f"rank {rank.rank} (pid {rank.pid}, {rank.device}) of {name}"}
     yield {"name": "process_name", "ph": "M", "pid": pid, "args": named}
@@ -146,32 +146,32 @@ def _timeline(rank: RankReport, name: str) -> Iterator[dict[str, Any]]:
 
 
 class _Numbers:
-    """Gives what one rank numbers numbers of its own. ``ranks``: how many there are."""
+    """The numbers of one rank's processes and flows, which no other rank has. ``ranks``: how many there are."""
 
     def __init__(self, rank: RankReport, ranks: int) -> None:
         self.rank, self._ranks = rank, ranks
         self._pids: dict[Any, int] = {rank.pid: (rank.rank + 1) * _PROCESSES}
 
     def of_process(self, pid: Any) -> int:
-        """Returns a process's number. What the profiler says of itself, with a text for a number, is the rank's."""
+        """Return a process's number. What the profiler says of itself, with a text for a number, is the rank's."""
         own = (self.rank.rank + 1) * _PROCESSES
         return own if isinstance(pid, str) else self._pids.setdefault(pid, own + len(self._pids))
 
     def of_flow(self, number: Any) -> Any:
-        """Returns a number where it is one: readers take texts for numbers to the base of 16."""
+        """Return a number where it is one: readers take texts for numbers to the base of 16."""
         if isinstance(number, int):
             return number * self._ranks + self.rank.rank
         return f"{self.rank.rank}-{number}"
 
     def names_the_rank(self, event: Mapping[str, Any]) -> bool:
-        """Tells whether the event names the rank's process, as the timeline has done."""
+        """True if the event names the rank's process, as the timeline has done."""
         kind = str(event.get("name"))
         own = (self.rank.rank + 1) * _PROCESSES
         return event.get("ph") == "M" and kind.startswith("process_") and self.of_process(event["pid"]) == own
 
 
 def _renumbered(path: str, numbers: _Numbers, zero: float) -> Iterator[dict[str, Any]]:
-    """Yields the events of a part. What names a process comes with its first event: the profiler names all devices."""
+    """Yield the events of a part. What names a process comes with its first event: the profiler names all devices."""
     base = 0.0
     names: dict[Any, list[dict[str, Any]]] = {}  # of processes that have had no event
     seen: set[Any] = set()
@@ -189,7 +189,7 @@ def _renumbered(path: str, numbers: _Numbers, zero: float) -> Iterator[dict[str,
 
 
 def _moved(event: Mapping[str, Any], numbers: _Numbers, shift: float) -> dict[str, Any]:
-    """Returns the event with the rank's numbers. ``shift``: microseconds between the part's first moment and ours."""
+    """Return the event with the rank's numbers. ``shift``: microseconds between the part's first moment and ours."""
     moved = {**event, "pid": numbers.of_process(event["pid"])}
     if event.get("ph") == "M":
         moved.pop("ts", None)

@@ -106,7 +106,7 @@ def part(options: Options, spell: Spell) -> CallTrace:
 
 
 def _directory_beside(path: str, named: str) -> str:
-    """Makes the directory; OSError if no file of that path can be written. ``named``: what the path is called."""
+    """Make the directory; OSError if no file of that path can be written. ``named``: what the path is called."""
     try:
         if os.path.isdir(path):
             raise IsADirectoryError(21, "it is a directory")
@@ -120,14 +120,14 @@ def _directory_beside(path: str, named: str) -> str:
 
 
 def _from_rank(path: str, first: int) -> str:
-    """Returns the name of the file of a machine that is not the first: trace-from-rank-2.json.gz."""
+    """Return the name of the file of a machine that is not the first: trace-from-rank-2.json.gz."""
     stem, end = (path[:-3], path[-3:]) if path.endswith(".gz") else (path, "")
     stem, kind = os.path.splitext(stem)
     return f"{stem}-from-rank-{first}{kind}{end}"
 
 
 def _why_missing(order: ProfileOrder, ranks: Sequence[int]) -> str:
-    """Says "rank 0, which did not come to step 5; rank 1, which had begun to record, and ..."."""
+    """Return "rank 0, which did not come to step 5; rank 1, which had begun to record, and ..."."""
     ended = [rank for rank in ranks if order.has_begun(rank)]
     early = [rank for rank in ranks if rank not in ended]
     told = [f"{name_ranks(early)}, which did not come to step {order.first}"] if early else []

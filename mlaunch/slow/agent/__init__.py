@@ -1,3 +1,3 @@
-"""Compares what the ranks of a machine wait for."""
+"""The comparison of how long ranks wait for others, in an agent."""
 
-from mlaunch.slow.agent.lookout import part as part
+from mlaunch.slow.agent.slow_watch import part as part

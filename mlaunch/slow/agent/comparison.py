@@ -21,7 +21,7 @@ _PARTS = 3  # of the time, in each of which the same ranks have to be slow
 
 
 @frozen_record
-class WaitLook:
+class WaitSample:
     """What ranks have told at one time: ``at``, on the agent's clock. ``told``: by global rank, elapsed and waited."""
 
     at: float
@@ -84,7 +84,7 @@ class Comparison:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._looks: deque[WaitLook] = deque()
+        self._samples: deque[WaitSample] = deque()
         self._told: dict[int, tuple[float, float]] = {}
         self._lanes: dict[str, Lane] = {}
 
@@ -98,33 +98,33 @@ class Comparison:
             self._lanes[name].take(rank, waits)
 
     def conclude(self, at: float) -> None:
-        """Make a look of what was told, and forget what is too old."""
+        """Make a sample of what was told, and forget what is too old."""
         if self._told:
-            self._looks.append(WaitLook(at, self._told))
+            self._samples.append(WaitSample(at, self._told))
             self._told = {}
-        while self._looks and self._looks[0].at < at - self._seconds:
-            self._looks.popleft()
+        while self._samples and self._samples[0].at < at - self._seconds:
+            self._samples.popleft()
         for lane in self._lanes.values():
             lane.conclude(at, at - self._seconds)
 
     @property
     def waits(self) -> bool:
         """True if any rank has waited for others."""
-        return any(waited > 0 for look in self._looks for _, waited in look.told.values())
+        return any(waited > 0 for sample in self._samples for _, waited in sample.told.values())
 
     def covers(self, seconds: float) -> bool:
         """True if there is enough of that many seconds."""
-        return len(self._looks) >= _PARTS and self._looks[-1].at - self._looks[0].at >= seconds
+        return len(self._samples) >= _PARTS and self._samples[-1].at - self._samples[0].at >= seconds
 
     def verdict(self, share: float) -> SlowVerdict | None:
         """Return whom the others wait for; None if nothing follows from what was told. ``share``: what is steady."""
-        looks = list(self._looks)
-        waits = shares(looks)
+        samples = list(self._samples)
+        waits = shares(samples)
         if len(waits) < 2:
             return None
         slow = slowest(waits)
-        step = len(looks) // _PARTS
-        parts = [looks[:step], looks[step:-step], looks[-step:]] if step else []
+        step = len(samples) // _PARTS
+        parts = [samples[:step], samples[step:-step], samples[-step:]] if step else []
         others = fmean(wait for rank, wait in waits.items() if rank not in slow)
         return SlowVerdict(
             slow,
@@ -140,12 +140,12 @@ class Comparison:
         return max(late, key=lambda one: one[0])[1] if late else None
 
 
-def shares(looks: Iterable[WaitLook]) -> dict[int, float]:
-    """Return for which share of its time each rank has waited, of those that have told something at half of the looks.
+def shares(samples: Iterable[WaitSample]) -> dict[int, float]:
+    """Return for which share of its time each rank has waited, of those that are in half of the samples.
 
-    A rank that was stopped, or whose C code held the interpreter lock, tells later of that time, too.
+    A rank that was stopped, or whose C code held the interpreter lock, says later how long it waited in that time, too.
     """
-    told = [look.told for look in looks]
+    told = [sample.told for sample in samples]
     found = {}
     for rank in sorted({rank for each in told for rank in each}):
         own = [each[rank] for each in told if rank in each]

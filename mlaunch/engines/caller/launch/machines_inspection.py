@@ -34,6 +34,7 @@ class _Asked:
     due: float  # when it is answered with what there is, in monotonic seconds
     missing: set[int]  # numbers of the machines that have not answered
     found: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # their ranks
+    features: Mapping[str, Any] = field(default_factory=dict)  # what the first machine says of them
 
 
 class MachinesInspection:
@@ -126,7 +127,10 @@ class MachinesInspection:
         if content >= 0:
             with open(os.dup(content), encoding="utf-8") as file, contextlib.suppress(ValueError):  # it was cut
                 file.seek(0)
-                question.found[machine.number] = json.load(file)["ranks"]
+                status = json.load(file)
+                question.found[machine.number] = status["ranks"]
+                if machine.place == 0:
+                    question.features = status.get("features", {})
         if not question.missing:
             self._finish(number)
 
@@ -156,6 +160,7 @@ class MachinesInspection:
             "source": self._spec.context.source,
             "world_size": self._spec.world_size,
             "restart_count": self._spec.restarts.count,
+            "features": question.features,
             "ranks": ranks,
         }
 

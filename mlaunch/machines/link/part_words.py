@@ -1,7 +1,13 @@
-"""What a link and the gate say of a stop that all machines agree on: records of the control protocol, and their sense.
+"""What a link and the gate say for features' parts: records of the control protocol, and their sense.
+
+Of a stop that all machines agree on:
 
 link -> gate   {"stop": reason, "patience": seconds, "unsure": whether ranks look at all}, {"frozen": looks}
 gate -> link   {"freeze": reason}, {"thaw": 1}, {"stop_at": look, "reason": reason}, {"unused": 1}
+
+Of other features, whose words the gate passes on unread to the machine of rank 0, or from that one to all others:
+
+link -> gate -> link   {"part": feature, "word": what it says}
 """
 
 from __future__ import annotations
@@ -20,16 +26,20 @@ from mlaunch.agreed_stop.wire import (
     is_look,
 )
 from mlaunch.base.text import printable
+from mlaunch.features import FEATURES
 from mlaunch.machines.wire.control_protocol import Record
 from mlaunch.protocol.messages import ForPart, PartSays
 
 _CALL = 0  # the number of the one call of such a launch
 _REASON = 100  # bytes
+_FEATURES = {feature.name for feature in FEATURES if "agent" in feature.processes}
 
 
 def record_of(said: PartSays) -> Record:
-    """Return what is sent to the gate: nothing else comes from features than this one."""
+    """Return what is sent to the gate."""
     news = said.news
+    if isinstance(news, dict):
+        return {"part": said.feature, "word": news}
     if isinstance(news, RanksFrozen):
         return {"frozen": news.looks}
     ask = cast(AskAll, news)
@@ -37,7 +47,10 @@ def record_of(said: PartSays) -> Record:
 
 
 def order_of(record: Record) -> ForPart | None:
-    """Read what the gate wants of ranks; None if the record is about something else, or makes no sense."""
+    """Read what comes for a feature; None if the record is about something else, or makes no sense."""
+    word = record.get("word")
+    if record.get("part") in _FEATURES and isinstance(word, dict):
+        return ForPart(record["part"], _CALL, word)
     order = _order_of(record)
     return None if order is None else ForPart(NAME, _CALL, order)
 
