@@ -310,7 +310,7 @@ def test_a_breakpoint_that_nobody_asked_for() -> None:
 def test_nobody_to_ask() -> None:
     with pytest.raises(ValueError, match=r"debug=True: there is nobody to ask: standard input or output is no"):
         launcher(print, 2, debug=True)()
-    with ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match="this is not the main thread, which alone may"):
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ValueError, match="this is not the main thread, and only that"):
         pool.submit(launcher(print, 2, debug=True)).result()
     with pytest.raises(ValueError, match=r"debug=True with submit\(\): allowed: a blocking call"):
         launcher(print, 2, debug=True).submit()
