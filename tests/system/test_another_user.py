@@ -72,7 +72,7 @@ def test_a_sweep_reads_no_file_of_another_user(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     planted = Path("sweep.jsonl")
     assert said_by_another_user(lambda: str(planted.write_bytes(b""))) == "0"
-    with pytest.raises(PermissionError, match="what stands there is unpickled here; allowed: a file of your own"):
+    with pytest.raises(PermissionError, match="its contents are unpickled here; allowed: a file of your own"):
         launches.read_trials(planted)
 
 
