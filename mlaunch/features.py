@@ -16,23 +16,17 @@ class Feature:
 
     Attributes:
         name: Its folder, and its section of a launch's spec.
-        options: Those that are its own.
+        options: Those that are its own. The first one names it in errors.
         asks: True if these options, by name, ask for it.
         one_call: Why it is for one blocking call with ranks of its own; "": it goes with all calls.
         instead: What to do on ranks that were started without it; "": they have it anyway.
-        waits: A call may wait for it before it starts.
-        servers: It may have a fork server at hand, before a fresh interpreter is started.
-        variable: Of the environment, which asks for it; "0" is as good as none.
-        processes: Those besides the caller that make a part of its section: "rank", "member", "agent".
-        visited: Commands may ask its part in an agent for something.
+        hooks: What of its files the core calls, beyond ``part`` in the caller: "rank.part" is ``part`` in ``rank.py``.
+            With "agent.part" its part in the agent is made with the launch, not by the first word for it.
+            ``core/parts.py`` has all. A test holds them to the files.
+        words: What may be asked of its part in the agent by whoever looks at a launch.
         stands_in: Modules that its ``rank.py`` replaces as ranks import them (``rank/setup/interpreter.py``).
-        words: What who looks at a launch may ask its part in the agent.
-        watches: It may look at calls that take longer than a moment: ``watch(call)``.
-        explains: It says who waited for whom at a deadline: ``of_deadline(stacks, returned)``.
-        adapts: Its ``caller.py`` changes other options of a call that asks for it: ``adapt(options)``.
-        apart: A launch with its section is neither prepared nor prepares another one.
-        breakpoints: Its ``rank.py`` has what ``breakpoint()`` does in a rank, as ``at_breakpoint(who, pid)``.
-        drives: Its ``caller.py`` has what drives a launch in place of the usual handle, as ``handle(sections, usual)``.
+        runs: Its files that run a function in a rank; a folder ends with a slash. What is below them in a stack is
+            mlaunch's (``base/frames.py``).
     """
 
     name: str
@@ -40,19 +34,10 @@ class Feature:
     asks: Callable[[Mapping[str, Any]], bool]
     one_call: str = ""
     instead: str = ""
-    waits: bool = False
-    servers: bool = False
-    variable: str = ""
-    processes: tuple[str, ...] = ()
-    visited: bool = False
-    stands_in: tuple[str, ...] = ()
+    hooks: tuple[str, ...] = ()
     words: tuple[bytes, ...] = ()
-    watches: bool = False
-    explains: bool = False
-    adapts: bool = False
-    apart: bool = False
-    breakpoints: bool = False
-    drives: bool = False
+    stands_in: tuple[str, ...] = ()
+    runs: tuple[str, ...] = ()
 
 
 _STOP_GRACE = _STALL = 300.0  # seconds, unless the options say something else
@@ -88,13 +73,19 @@ def _given(option: str) -> Callable[[Mapping[str, Any]], bool]:
 
 # In the order in which they surround a call.
 FEATURES = (
-    Feature("cells", (), _never),
+    Feature("cells", (), _never, runs=("rank/",)),
     Feature("ci", (), _never),
     Feature("comm", (), _never),
     Feature("compat", (), _never),
-    Feature("display", (), _never, processes=("rank",), stands_in=("tqdm.notebook", "IPython.core.display_functions")),
+    Feature(
+        "display",
+        (),
+        _never,
+        hooks=("rank.part",),
+        stands_in=("tqdm.notebook", "IPython.core.display_functions"),
+    ),
     Feature("engines", (), _never),
-    Feature("agreed_stop", ("stop_on", "stop_grace"), _wants_stop, visited=True),
+    Feature("agreed_stop", ("stop_on", "stop_grace"), _wants_stop, hooks=("agent.visited",)),
     Feature(
         "events",
         ("events",),
@@ -106,43 +97,42 @@ FEATURES = (
         "insight",
         ("stall",),
         _wants_stall,
+        hooks=("caller.watch", "caller.of_deadline"),
         words=(b"why", b"stacks", b"all stacks", b"pulse", b"watch"),
-        watches=True,
-        explains=True,
     ),
-    Feature("leases", ("lease", "concurrent"), _wants_lease, waits=True),
+    Feature("leases", ("lease", "concurrent"), _wants_lease, hooks=("caller.acquire",)),
     Feature("machines", (), _never),
-    Feature("numa", ("numa", "numa_memory"), _given("numa"), processes=("rank", "member")),
+    Feature(
+        "numa",
+        ("numa", "numa_memory"),
+        _given("numa"),
+        hooks=("rank.part", "member.part", "command.findings"),
+    ),
     Feature(
         "profile",
         ("profile", "profile_steps", "profile_ranks"),
         _given("profile"),
         one_call="it would have steps of many calls; profile in the function, with torch.profiler",
         instead="torch.profiler in the function",
-        processes=("rank", "member"),
+        hooks=("rank.part", "member.part"),
     ),
-    Feature("pytest", (), _never),
-    Feature("run", (), _never),
+    Feature("pytest", (), _never, runs=("rank/run_test.py",)),
+    Feature("run", (), _never, runs=("rank/",)),
     Feature(
         "slow",
         ("slow",),
         _given("slow"),
         instead="mlaunch why, while ranks wait",
-        processes=("rank", "agent"),
-        apart=True,
+        hooks=("rank.part", "agent.part"),
     ),
     Feature("sweeps", (), _never),
-    Feature("warm", (), _never, servers=True, variable="MLAUNCH_WARM"),
+    Feature("warm", (), _never, hooks=("caller.server",)),
     Feature(
         "debug",
         ("debug",),
         _wants_debugger,
-        processes=("rank",),
-        visited=True,
-        adapts=True,
-        apart=True,
-        breakpoints=True,
-        drives=True,
+        hooks=("rank.part", "agent.welcome", "caller.adapt", "caller.handle", "rank.at_breakpoint"),
+        runs=("rank/debugged_rank.py", "rank/ide.py"),
     ),  # last: around nothing but the function
 )
 OPTIONS = frozenset(name for feature in FEATURES for name in feature.options)
@@ -150,9 +140,17 @@ OPTIONS = frozenset(name for feature in FEATURES for name in feature.options)
 
 def served_apart(names: Container[str]) -> bool:
     """True if a launch with sections of these features is neither prepared nor prepares another one."""
-    return any(feature.one_call or feature.apart for feature in FEATURES if feature.name in names)
+    hooks = {hook for feature in FEATURES if feature.name in names for hook in feature.hooks}
+    return (
+        "caller.handle" in hooks or "agent.part" in hooks or any(one.one_call for one in FEATURES if one.name in names)
+    )
 
 
 def asked_for(options: object) -> list[Feature]:
     """Return the features that these options ask for."""
     return [feature for feature in FEATURES if feature.asks(vars(options))]
+
+
+def with_hook(hook: str) -> list[Feature]:
+    """Return the features that have a hook: "caller.watch"."""
+    return [feature for feature in FEATURES if hook in feature.hooks]

@@ -209,12 +209,12 @@ SLIPS = (
     ),
     Slip(
         "command",
-        "deadline_of_the_command",
-        "run/command/job.py",
-        "            deadline=self.deadline,\n            max_restarts",
-        "            max_restarts",
+        "value_of_a_flag",
+        "run/command/flags.py",
+        "            found[name] = about(name).allowed.read(flag.names[0], given)\n",
+        "            found[name] = given\n",
         ("unit/test_flags.py",),
-        "an option is left out of a long list",
+        "the word behind a flag is taken for the value",
     ),
     Slip(
         "command",

@@ -1,7 +1,7 @@
 """The parts that features have in an agent, and what they may do there.
 
-A part is made when the first word for it comes, or with the launch if it has a section for it (``Feature.processes``):
-for most launches there is none.
+A part is made when the first word for it comes, or with the launch if it has a section for it and the hook
+``agent.part``: for most launches there is none.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mlaunch.agent.stack_requests import StackRequests
 from mlaunch.base.deadline import NEVER
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.fds import close_all
-from mlaunch.features import FEATURES
+from mlaunch.features import FEATURES, with_hook
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.messages import ForPart, PartSays
 
@@ -118,8 +118,8 @@ class AgentParts:
     def __init__(self, launch: LaunchState, fail: Callable[[RankFailure, bool], None]) -> None:
         self.launch, self.fail = launch, fail
         self._parts: dict[str, AgentPart] = {}
-        for feature in FEATURES:
-            if "agent" in feature.processes and feature.name in launch.sections:
+        for feature in with_hook("agent.part"):
+            if feature.name in launch.sections:
                 self._part(feature.name)
 
     def hear(self, record: object, fds: Collection[int] = ()) -> bool:

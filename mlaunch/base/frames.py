@@ -5,21 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 
+from mlaunch.features import FEATURES, with_hook
+
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # What runs a function, and what it calls on the way there. Other modules of ours run *above* user code.
 _BOTTOM = tuple(os.path.join(_PACKAGE, "rank", f"{name}.py") for name in ("main", "base", "function"))
-_BOTTOM += (os.path.join(_PACKAGE, "pytest", "rank", "run_test.py"),)  # what runs a test
-# What runs a function that is debugged.
-_PROMPT = os.path.join(_PACKAGE, "debug", "rank", "")
-_BOTTOM += tuple(f"{_PROMPT}{name}.py" for name in ("debugged_rank", "debugger", "ide"))
-_CELLS = os.path.join(_PACKAGE, "cells", "rank", "")  # what runs a notebook's cell
-_SCRIPTS = os.path.join(_PACKAGE, "run", "rank", "")  # what runs a script
-_BOTTOM += (_CELLS, _SCRIPTS)
+_BOTTOM += tuple(os.path.join(_PACKAGE, feature.name, path) for feature in FEATURES for path in feature.runs)
+_PROMPTS = tuple(os.path.join(_PACKAGE, feature.name, "rank", "") for feature in with_hook("rank.at_breakpoint"))
 _LIBRARIES = (os.path.dirname(os.__file__) + os.sep, f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-_RANKS_OWN = (
-    *(os.path.join(_PACKAGE, name, "") for name in ("rank", "protocol", "pytest")),
-    *(_CELLS, _SCRIPTS, _PROMPT),
-)
+_RANKS_OWN = tuple(os.path.join(_PACKAGE, name, "") for name in ("rank", "protocol"))
+_RANKS_OWN += tuple(os.path.join(_PACKAGE, feature.name, "") for feature in FEATURES if feature.runs)
 _CONTROL = os.path.join(_PACKAGE, "rank", "control.py")  # of a rank's thread that answers its agent
 RUNPY = "<frozen runpy>"
 _WITHOUT_FILE = (
@@ -29,42 +24,42 @@ _WITHOUT_FILE = (
 
 
 def is_ours(file: str) -> bool:
-    """Tells whether the file belongs to this package."""
+    """True if the file belongs to this package."""
     return file.startswith(_PACKAGE)
 
 
 def is_ranks_own(file: str) -> bool:
-    """Tells whether the file has what a rank does before and after the user's function, such as to wait for a call."""
+    """True if the file has what a rank does before and after the user's function, such as to wait for a call."""
     return file.startswith(_RANKS_OWN)
 
 
 def is_prompt(file: str) -> bool:
     """True if the file is of what runs a debugger's prompt in a rank."""
-    return file.startswith(_PROMPT)
+    return file.startswith(_PROMPTS)
 
 
 def is_bottom(file: str) -> bool:
-    """Tells whether the file is the bottom of a rank's stack: everything below it is the launcher's."""
+    """True if the file is the bottom of a rank's stack: everything below it is the launcher's."""
     return file.startswith(_BOTTOM)
 
 
 def mentions_bottom(text: str) -> bool:
-    """Tells whether a written stack has come to its bottom."""
+    """True if a written stack has come to its bottom."""
     return any(file in text for file in _BOTTOM)
 
 
 def is_control_thread(lines: Iterable[str]) -> bool:
-    """Tells whether this is the written stack of the thread in which a rank answers its agent."""
+    """True if this is the written stack of the thread in which a rank answers its agent."""
     return any(_CONTROL in line for line in lines)
 
 
 def is_library(file: str) -> bool:
-    """Tells whether the file belongs to Python, to an installed package or to this one, even if installed in place."""
+    """True if the file belongs to Python, to an installed package or to this one, even if installed in place."""
     return is_ours(file) or any(part in file for part in _LIBRARIES) or file.startswith("<frozen")
 
 
 def innermost_users(files: Sequence[str]) -> int | None:
-    """Returns which frame of a stack, innermost first, is the first of the user's; None if none is.
+    """Return which frame of a stack, innermost first, is the first of the user's; None if none is.
 
     One without a file is taken for generated, and passed over, where a frame with a file has called it.
     """
@@ -78,12 +73,12 @@ def innermost_users(files: Sequence[str]) -> int | None:
 
 
 def is_import(file: str) -> bool:
-    """Tells whether the file is of Python's import system."""
+    """True if the file is of Python's import system."""
     return file.startswith("<frozen importlib")
 
 
 def without_machinery(frames: Sequence[tuple[str, str, str]]) -> Sequence[tuple[str, str, str]]:
-    """Returns the (file, line, name) of frames that somebody has written, less what is between: imports have many.
+    """Return the (file, line, name) of frames that somebody has written, less what is between: imports have many.
 
     That is Python's import system, and what a rank does around the user's function. Alone it is all there is to tell.
     """
@@ -91,7 +86,7 @@ def without_machinery(frames: Sequence[tuple[str, str, str]]) -> Sequence[tuple[
 
 
 def module_of(file: str) -> str:
-    """Names the module that a file holds, by the path below where libraries are; elsewhere by its own name."""
+    """Return the module that a file holds, by the path below where libraries are; elsewhere by its own name."""
     path = next((file.partition(part)[2] for part in (*_LIBRARIES[1:], _LIBRARIES[0]) if part in file), "")
     stem = (path or os.path.basename(file)).removesuffix(".py").removesuffix(f"{os.sep}__init__")
     return stem.replace(os.sep, ".")

@@ -1,6 +1,8 @@
 """Records that cost nothing to define: frozen dataclasses without generated code.
 
-dataclasses compiles six methods for each frozen class, in half a millisecond, and a command imports a hundred.
+dataclasses compiles six methods for each frozen class, in half a millisecond. A first call in a fresh interpreter took
+4.11 s of CPU in all its processes with these, 4.21 s with ``dataclass(frozen=True)`` (medians of 20 rounds in turn on
+two busy cores; the least 3.41 and 3.55), of which the caller's process took 0.56 and 0.60 s (the least 0.42 and 0.48).
 """
 
 from __future__ import annotations
@@ -44,12 +46,11 @@ _shapes: dict[type, _Shape] = {}
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def frozen_record(cls: _Class) -> _Class:
-    """Makes the class what ``dataclass(frozen=True)`` makes of it: in use, in a pickle, and for dataclasses' functions.
+    """Make the class what ``dataclass(frozen=True)`` makes of it: in use, in a pickle, and for dataclasses' functions.
 
     Methods that the class defines itself stay.
     """
     own = set(vars(cls))
-    # dataclass compiles six methods for each class, half a millisecond, and a command imports a hundred.
     dataclasses.dataclass(init=False, repr=False, eq=False)(cls)
     for name, method in _METHODS.items():
         if name not in own:

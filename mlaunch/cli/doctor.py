@@ -158,10 +158,9 @@ def _network() -> Finding:
 
 
 def _of_features() -> Iterator[Finding]:
-    """Yields what features find."""
-    for name, command in load.commands().items():
-        if hasattr(command, "findings"):
-            yield from (Finding(name, OK if is_well else NOTE, text) for is_well, text in command.findings())
+    """Yield what features find."""
+    for name, is_well, text in load.findings():
+        yield Finding(name, OK if is_well else NOTE, text)
 
 
 def _launches() -> Iterator[Finding]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.misuse import misuse
-from mlaunch.features import FEATURES, Feature, asked_for
+from mlaunch.features import FEATURES, Feature, asked_for, with_hook
 
 if TYPE_CHECKING:
     from mlaunch.caller.launch.handle import LaunchHandle
@@ -33,12 +33,6 @@ _NOT_SAID = "which rank the others waited for is not known: this installation of
 def as_keyword(option: str, value: object) -> str:
     """Spell an option as Python does: ``profile='trace.json'``."""
     return f"{option}={list(value)}" if isinstance(value, tuple) else f"{option}={value!r}"
-
-
-def as_flag(option: str, value: object) -> str:
-    """Spell an option as ``mlaunch run`` does: ``--profile-ranks 0,1``."""
-    text = ",".join(map(str, value)) if isinstance(value, tuple) else value
-    return f"--{option.replace('_', '-')} {text}"
 
 
 class CallerParts:
@@ -116,7 +110,7 @@ class CallerParts:
 def adapted(options: Options) -> Options:
     """Return the options of a call that waits, with what features that it asks for change of the others."""
     for feature in options.features:
-        if feature.adapts:
+        if "caller.adapt" in feature.hooks:
             options = room(feature.name, "caller", as_keyword(*_asked(feature, options))).adapt(options)
     return options
 
@@ -131,8 +125,8 @@ def sections_of(options: Options, parts: CallerParts | None) -> Mapping[str, obj
 
 def handle_of(sections: Mapping[str, object], usual: type[LaunchHandle]) -> type[LaunchHandle]:
     """Return the class of what drives a launch in its caller: a feature's, or the usual one."""
-    for feature in FEATURES:
-        if feature.drives and feature.name in sections:
+    for feature in with_hook("caller.handle"):
+        if feature.name in sections:
             usual = module_of(feature.name, "caller").handle(sections, usual)
     return usual
 
@@ -147,7 +141,7 @@ def _asked(feature: Feature, options: object) -> tuple[str, object]:
 
 def _with_part(sections: Mapping[str, object], process: str) -> Iterator[tuple[str, object]]:
     """Yield the sections of which a process makes a part, with their features' names."""
-    wanted = {feature.name for feature in FEATURES if process in feature.processes}
+    wanted = {feature.name for feature in with_hook(f"{process}.part")}
     return ((name, section) for name, section in sections.items() if name in wanted)
 
 
@@ -180,6 +174,11 @@ def at_hand(feature: str, process: str) -> Any:
 def module_of(feature: str, process: str) -> Any:
     """Return a feature's module for a process, where something of the feature is under way."""
     return importlib.import_module(f"mlaunch.{feature}.{process}")
+
+
+def is_there_for(option: str) -> bool:
+    """True if the folder of the feature that has an option is there, or none has it."""
+    return all(is_there(feature.name) for feature in FEATURES if option in feature.options)
 
 
 def is_there(feature: str) -> bool:
@@ -271,54 +270,53 @@ class MachineParts:
 
 def watchers_of(call: WatchedCall) -> list[Watcher]:
     """Return what features look at a call with that takes longer than a moment."""
-    rooms = [at_hand(feature.name, "caller") for feature in FEATURES if feature.watches]
+    rooms = [at_hand(feature.name, "caller") for feature in with_hook("caller.watch")]
     made = [room.watch(call) for room in rooms if room is not None]
     return [watcher for watcher in made if watcher is not None]
 
 
 def of_deadline(stacks: Sequence[RankStacks], returned: Collection[int]) -> tuple[list[str], list[int]]:
     """Return what a feature says of ranks that a deadline has ended, and the ranks that hold up the others."""
-    for feature in FEATURES:
-        if feature.explains:
-            module = at_hand(feature.name, "caller")
-            if module is None:
-                return [_NOT_SAID.format(feature.name)], []
-            found: tuple[list[str], list[int]] = module.of_deadline(stacks, returned)
-            return found
+    for feature in with_hook("caller.of_deadline"):
+        module = at_hand(feature.name, "caller")
+        if module is None:
+            return [_NOT_SAID.format(feature.name)], []
+        found: tuple[list[str], list[int]] = module.of_deadline(stacks, returned)
+        return found
     return [], []
 
 
 def at_breakpoint(who: str, pid: int) -> Callable[..., Any]:
     """Return what ``breakpoint()`` calls in a rank, or in a child of it: Python's own hook where no feature has one."""
-    for feature in FEATURES:
-        if feature.breakpoints:
-            with contextlib.suppress(ModuleNotFoundError):
-                found: Callable[..., Any] = module_of(feature.name, "rank").at_breakpoint(who, pid)
-                return found
+    for feature in with_hook("rank.at_breakpoint"):
+        with contextlib.suppress(ModuleNotFoundError):
+            found: Callable[..., Any] = module_of(feature.name, "rank").at_breakpoint(who, pid)
+            return found
     return sys.__breakpointhook__
 
 
-def commands() -> Mapping[str, Any]:
-    """Return the module that has a feature's flags, for each feature that is there and has some."""
-    found = {feature.name: at_hand(feature.name, "command") for feature in FEATURES if feature.options}
-    return {name: module for name, module in found.items() if hasattr(module, "GROUP")}
+def findings() -> Iterator[tuple[str, bool, str]]:
+    """Yield what features that are there say for ``mlaunch doctor``: the name, whether all is well, and a sentence."""
+    for feature in with_hook("command.findings"):
+        if (module := at_hand(feature.name, "command")) is not None:
+            yield from ((feature.name, is_well, text) for is_well, text in module.findings())
 
 
 def server_at_hand(environ: Mapping[str, str], like: Interpreter) -> ForkServer | None:
     """Return a fork server that some feature has; None: a fresh interpreter is to be started.
 
-    ModuleNotFoundError: one is asked for by its variable, and is not there.
+    ModuleNotFoundError: one is asked for by its variable, ``MLAUNCH_WARM``, and is not there; "0" is as good as none.
     """
-    for feature in FEATURES:
-        if feature.servers:
-            asked = os.environ.get(feature.variable, "")
-            try:
-                found = room(feature.name, "caller", f"{feature.variable}={asked}")
-            except ModuleNotFoundError as error:
-                if asked not in {"", "0"} or error.name != f"mlaunch.{feature.name}":
-                    raise
-                continue
-            server: ForkServer | None = found.server(environ, like)
-            if server is not None:
-                return server
+    for feature in with_hook("caller.server"):
+        variable = f"MLAUNCH_{feature.name.upper()}"
+        asked = os.environ.get(variable, "")
+        try:
+            found = room(feature.name, "caller", f"{variable}={asked}")
+        except ModuleNotFoundError as error:
+            if asked not in {"", "0"} or error.name != f"mlaunch.{feature.name}":
+                raise
+            continue
+        server: ForkServer | None = found.server(environ, like)
+        if server is not None:
+            return server
     return None

@@ -6,13 +6,13 @@ A feature is a folder, ``mlaunch/profile``, with a file for each of these proces
     caller.py   part(options, spell) -> CallerPart      rank.py     part(section, rank) -> RankPart
                 noted(news, name) -> Note                           answer(about), hear(word, *fds), turns() -> int
     agent.py    part(scene) -> AgentPart                member.py   part(section) -> MachinePart
-    command.py  GROUP, add(flags, group), options_of(args) and, for ``mlaunch doctor``, findings()
+    command.py  findings(), for ``mlaunch doctor``
     kernel.py   in a notebook's kernel
     plugin.py   what pytest loads                       server.py   in a fork server
     wire.py     what these send each other
 
 ``core/load.py`` imports a file where a launch has asked for the feature, and calls its ``part``. The caller's part has
-a ``section``, which the launch's spec carries to the processes that make a part of it (``Feature.processes``). What no
+a ``section``, which the launch's spec carries to the processes that make a part of it (``Feature.hooks``). What no
 option asks for has no part: methods take its module from ``core/load.py`` (``cells``), users name it (``engines``), or
 its ``caller.py`` has ``server(environ, like)``, a fork server for this process or None (``warm``). A command of its own
 is added by ``add_command(commands)``, and ``rows(environ)`` are its lines in ``mlaunch ps``. Where ranks run something
@@ -90,7 +90,7 @@ class CallerPart:
 class Watcher:
     """A feature's look at a call that takes longer than a moment, in the process that has made it.
 
-    Made by ``watch(call)`` of its ``caller.py`` (``Feature.watches``), which may return None. ``stall=`` has one.
+    Made by ``watch(call)`` of its ``caller.py`` (the hook ``caller.watch``), which may return None. ``stall=`` has one.
     """
 
     due: float = float("inf")  # when ``take_steps`` is called, in monotonic seconds

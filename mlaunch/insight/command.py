@@ -1,4 +1,4 @@
-"""``mlaunch stacks`` and ``why``, the table of ``mlaunch ps --watch``, and ``--stall`` of ``mlaunch run``."""
+"""``mlaunch stacks`` and ``why``, and the table of ``mlaunch ps --watch``."""
 
 from __future__ import annotations
 
@@ -9,40 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.failure_data import named
 from mlaunch.base.text import shown
-from mlaunch.caller.options.trouble_options import parse_stall
 from mlaunch.caller.running_launches import facts_of, title_of, whole
 from mlaunch.cli import as_data
-from mlaunch.cli.checks import UsageError
 from mlaunch.cli.chosen_launches import add_choice, asked, nothing, print_json
-from mlaunch.insight.wire import ALL_STACKS, STACKS, WHY, StallTerms
+from mlaunch.insight.wire import ALL_STACKS, STACKS, WHY
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-GROUP = "failure and end"
-_NEVER = "none"
 _ALL_THREADS = "every thread of every rank, not grouped; a rank may crash if its other threads run Python meanwhile"
 _WHY = """\
 Say in one sentence which rank the others wait for, and what it does instead, then where each rank is. The ranks
 continue meanwhile.
 """
-
-
-def add(_flags: object, group: Any) -> None:
-    """Add the flag to the group of the parser."""
-    group.add_argument("--stall", default="300", metavar="SECONDS", help="say which rank the others wait for, after so "
-                       "long without progress; '60 stop' ends the run; none (default: 300)")  # fmt: skip
-
-
-def options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the option of the flag; UsageError for a wrong value."""
-    if args.stall == _NEVER:
-        return {"stall": None}
-    try:
-        seconds, ends = parse_stall(args.stall)
-    except ValueError:
-        raise UsageError(f"--stall {args.stall}: allowed: seconds, more than 0, also as '60 stop', or none") from None
-    return {"stall": args.stall if (seconds, ends) != (StallTerms().seconds, StallTerms().ends) else seconds}
 
 
 def add_command(commands: Commands) -> None:

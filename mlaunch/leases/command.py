@@ -16,22 +16,9 @@ if TYPE_CHECKING:
     from mlaunch.core.grants import Grant
     from mlaunch.run.command.job import Job
 
-GROUP = "how many ranks, and where"
-
-
-def add(_flags: Any, group: Any) -> None:
-    """Add the flag to the group of the parser."""
-    group.add_argument("--lease", type=int, metavar="N", help="wait for N devices (of --devices, or all) that no other "
-                       "launch with a lease has; a rank on each, unless --nproc-per-node says otherwise")  # fmt: skip
-
-
-def options_of(_args: argparse.Namespace) -> dict[str, Any]:
-    """Return no options: a command waits for its devices before it is planned, since they determine its ranks."""
-    return {}
-
 
 def check(args: argparse.Namespace, job: Job) -> Job:
-    """Return the job with the flag's value. UsageError for flags that do not fit together."""
+    """Return the job with what the flag says. UsageError for what does not fit together."""
     if args.lease is None:
         return job
     at_least(1, "--lease", args.lease)

@@ -1,51 +1,16 @@
-"""``--numa-binding`` and ``--numa-memory`` of ``mlaunch run``, and what ``mlaunch doctor`` says of nodes."""
+"""What ``mlaunch doctor`` says of nodes."""
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-from mlaunch.caller.options.launch_options import about
-from mlaunch.cli.checks import UsageError
 from mlaunch.numa.caller.machine_devices import devices_of
 from mlaunch.numa.caller.order import ROOT
 from mlaunch.numa.rank.binding import bindings, cpus_in_words, nodes_in_words
 from mlaunch.numa.rank.seats import seats_of
 from mlaunch.numa.rank.topology import Topology
-from mlaunch.numa.wire import MODES, NumaOrder, PciDevice
-
-GROUP = "how many ranks, and where"
-_FLAGS = {"numa": "--numa-binding", "numa_memory": "--numa-memory"}
-_MEMORY = ("preferred", "bind")
-
-
-def add(flags: Any, group: Any) -> None:
-    """Add the flags to a group of the parser's."""
-    flags.flag(group, "--numa-binding", metavar="MODE", help="bind each rank to CPUs near its device: node, socket, "
-               "exclusive or core-complex; or CPUs by local rank, '0-7;8-15'")  # fmt: skip
-    group.add_argument(
-        "--numa-memory",
-        metavar="HOW",
-        help="take the memory of each rank from the nodes of its CPUs: preferred or bind",
-    )
-
-
-def options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that the flags ask for; UsageError for what they cannot mean."""
-    mode, memory = args.numa_binding, args.numa_memory
-    try:
-        about("numa").allowed.check("numa", mode)
-    except ValueError:
-        words = f"{', '.join(MODES)}, or CPUs of each local rank such as '0-7;8-15'"
-        raise UsageError(f"--numa-binding {mode}: allowed: {words}") from None
-    if memory not in {None, *_MEMORY}:
-        raise UsageError(f"--numa-memory {memory}: allowed: {', '.join(_MEMORY)}")
-    if memory is not None and mode is None:
-        raise UsageError(f"--numa-memory {memory} without --numa-binding: memory goes with the CPUs that a rank is "
-                         f"bound to; give --numa-binding node, or another of its values, too")  # fmt: skip
-    return {"numa": mode, "numa_memory": memory}
+from mlaunch.numa.wire import NumaOrder, PciDevice
 
 
 def findings(root: str = ROOT) -> Iterator[tuple[bool, str]]:

@@ -76,7 +76,7 @@ class Board:
     """``board[local_rank]`` is the rank's phase; setting it notes the time."""
 
     def __init__(self, fd: int) -> None:
-        """Takes over the descriptor of a board."""
+        """Take over the descriptor of a board."""
         self.fd = fd
         self._kept = KeptFd(fd)
         self._memory = mmap.mmap(fd, 0)
@@ -86,7 +86,7 @@ class Board:
 
     @classmethod
     def create(cls, ranks: int) -> Board:
-        """Makes a new one."""
+        """Make a new one."""
         fd = memory_file("board")
         os.ftruncate(fd, _HEAD + ranks * _OF_RANK)
         fix_size(fd)
@@ -136,21 +136,21 @@ class Board:
         _CALL.pack_into(self._memory, _APART_AT, number)
 
     def note_import(self, local_rank: int, name: str) -> None:
-        """Notes which module the rank imports now; "": none."""
+        """Note which module the rank imports now; "": none."""
         start = _row(local_rank) + _IMPORT_AT
         self._memory[start : start + _IMPORT_LIMIT] = name.encode()[:_IMPORT_LIMIT].ljust(_IMPORT_LIMIT, b"\0")
 
     def note_imported(self, local_rank: int, package: str, seconds: float) -> None:
-        """Notes which package its call has imported for longest, after the last import."""
+        """Note which package its call has imported for longest, after the last import."""
         self.note_import(local_rank, f"{package[: _IMPORT_LIMIT - 16]}={seconds:.1f}")
 
     def importing(self, local_rank: int) -> str:
-        """Returns the module that the rank imports now; "" if there is none."""
+        """Return the module that the rank imports now; "" if there is none."""
         text = self._import_text(local_rank)
         return "" if "=" in text else text
 
     def imported(self, local_rank: int) -> tuple[str, str]:
-        """Returns the package that its call has imported for longest, and seconds; both "" if none took long."""
+        """Return the package that its call has imported for longest, and seconds; both "" if none took long."""
         package, _, seconds = self._import_text(local_rank).partition("=")
         return (package, seconds) if seconds else ("", "")
 
@@ -159,26 +159,26 @@ class Board:
         return self._memory[start : start + _IMPORT_LIMIT].partition(b"\0")[0].decode(errors="replace")
 
     def note_place(self, local_rank: int, text: str) -> None:
-        """Notes where a feature has put the rank, for people."""
+        """Note where a feature has put the rank, for people."""
         start = _row(local_rank) + _PLACE_AT
         self._memory[start : start + _PLACE_LIMIT] = text.encode()[:_PLACE_LIMIT].ljust(_PLACE_LIMIT, b"\0")
 
     def place(self, local_rank: int) -> str:
-        """Returns that; "": nowhere."""
+        """Return that; "": nowhere."""
         start = _row(local_rank) + _PLACE_AT
         return self._memory[start : start + _PLACE_LIMIT].partition(b"\0")[0].decode(errors="replace")
 
     def note_answer(self, local_rank: int, number: int) -> None:
-        """Notes that the rank is about to send the launcher a value for this call."""
+        """Note that the rank is about to send the launcher a value for this call."""
         _ANSWERED.pack_into(self._memory, _row(local_rank) + _ANSWERED_AT, number)
 
     def answered(self, local_rank: int) -> int:
-        """Returns the number of the latest call for which it has; 0: there is none."""
+        """Return the number of the latest call for which it has; 0: there is none."""
         number: int = _ANSWERED.unpack_from(self._memory, _row(local_rank) + _ANSWERED_AT)[0]
         return number
 
     def note_done(self, local_rank: int, number: int) -> None:
-        """Notes that the rank is about to send its answer to this call, to whomever."""
+        """Note that the rank is about to send its answer to this call, to whomever."""
         _CALL.pack_into(self._memory, self._done_at + local_rank * _CALL.size, number)
 
     def all_done(self, number: int) -> bool:
@@ -190,30 +190,30 @@ class Board:
         return self._memory[self._done_at : self._rings_at] == _CALL.pack(number) * self._ranks
 
     def stop(self, local_rank: int, number: int) -> None:
-        """Notes that the rank is to end this call, if it has not begun it yet; written by the agent."""
+        """Note that the rank is to end this call, if it has not begun it yet; written by the agent."""
         _STOP.pack_into(self._memory, _row(local_rank) + _STOP_AT, number)
 
     def stopped(self, local_rank: int) -> int:
-        """Returns the number of the latest call that the rank is to end; 0: there is none."""
+        """Return the number of the latest call that the rank is to end; 0: there is none."""
         number: int = _STOP.unpack_from(self._memory, _row(local_rank) + _STOP_AT)[0]
         return number
 
     def times(self, local_rank: int) -> tuple[float, ...]:
-        """Tells when each phase began, as ``in_order`` reads it."""
+        """Return when each phase began, as ``in_order`` reads it."""
         return _TIMES.unpack_from(self._memory, _row(local_rank) + _TIMES_AT)
 
     def all_times(self) -> list[bytes]:
-        """Returns the same of all ranks, in order, to be read by ``read_times``."""
+        """Return the same of all ranks, in order, to be read by ``read_times``."""
         starts = range(_HEAD + _TIMES_AT, self._done_at, _ROW)
         return [self._memory[start : start + _TIMES.size] for start in starts]
 
     def row(self, local_rank: int) -> bytes:
-        """Returns what a rank's row says of its course, for a board on another machine."""
+        """Return what a rank's row says of its course, for a board on another machine."""
         start = _row(local_rank)
         return self._memory[start : start + _STAMPS_AT]
 
     def take_row(self, local_rank: int, row: bytes, shift: float) -> None:
-        """Takes a row over from a board on another machine, whose clock is ``shift`` seconds behind."""
+        """Take a row over from a board on another machine, whose clock is ``shift`` seconds behind."""
         times = [at and at + shift for at in _TIMES.unpack_from(row, _TIMES_AT)]
         number, done, at, total, start, length = _LOOP.unpack_from(row, _LOOP_AT)
         shifted = bytearray(row)
@@ -238,7 +238,7 @@ class Board:
         return Loop(number, done, at, total, start, text.decode(errors="replace"))
 
     def stamp(self, local_rank: int, stream: int, start: int, end: int) -> None:
-        """Notes that bytes ``start`` to ``end`` of what a rank prints are about to be written. ``stream``: 1 or 2."""
+        """Note that bytes ``start`` to ``end`` of what a rank prints are about to be written. ``stream``: 1 or 2."""
         base = _row(local_rank) + _STAMPS_AT + (stream - 1) * _STREAM
         (count,) = _COUNT.unpack_from(self._memory, base)
         place = base + _COUNT.size + count % _STAMPS * _STAMP.size
@@ -246,14 +246,14 @@ class Board:
         _COUNT.pack_into(self._memory, base, count + 1)
 
     def stamps(self, local_rank: int, stream: int) -> Iterator[tuple[int, int, float]]:
-        """Yields (start, end, when) of the latest writes that were noted, the latest first."""
+        """Yield (start, end, when) of the latest writes that were noted, the latest first."""
         base = _row(local_rank) + _STAMPS_AT + (stream - 1) * _STREAM
         (count,) = _COUNT.unpack_from(self._memory, base)
         for index in range(count - 1, max(count - _STAMPS, 0) - 1, -1):
             yield _STAMP.unpack_from(self._memory, base + _COUNT.size + index % _STAMPS * _STAMP.size)
 
     def ring(self, local_rank: int) -> ReportRing:
-        """Returns where a rank's reports are."""
+        """Return where a rank's reports are."""
         return ReportRing(self._memory, self._rings_at + local_rank * _RING)
 
     def close(self) -> None:
@@ -272,7 +272,7 @@ class ReportRing:
         self._memory, self._start = memory, start
 
     def add(self, data: bytes) -> None:
-        """Adds an entry of ``REPORT_LIMIT`` bytes at most."""
+        """Add an entry of ``REPORT_LIMIT`` bytes at most."""
         count = self.count()
         place = self._place(count)
         # Void while it is written: a reader that finds another number than it came for leaves the entry out.
@@ -284,13 +284,13 @@ class ReportRing:
         _RING_HEAD.pack_into(self._memory, self._start, count + 1)
 
     def read(self, since: int) -> tuple[list[bytes], int]:
-        """Returns the entries that are left of those after the first ``since``, and how many there have been."""
+        """Return the entries that are left of those after the first ``since``, and how many there have been."""
         count = self.count()
         found = (self._entry(number) for number in range(max(since, count - REPORTS_KEPT), count))
         return [data for data in found if data is not None], count
 
     def _entry(self, number: int) -> bytes | None:
-        """Returns an entry; None if another was written over it meanwhile."""
+        """Return an entry; None if another was written over it meanwhile."""
         place = self._place(number)
         begin = place + _ENTRY_NUMBER.size + _ENTRY_LENGTH.size
         (length,) = _ENTRY_LENGTH.unpack_from(self._memory, place + _ENTRY_NUMBER.size)
@@ -300,7 +300,7 @@ class ReportRing:
         return data if written == number + 1 else None
 
     def count(self) -> int:
-        """Returns how many entries were written."""
+        """Return how many entries were written."""
         count: int = _RING_HEAD.unpack_from(self._memory, self._start)[0]
         return count
 
@@ -309,16 +309,16 @@ class ReportRing:
 
 
 def read_times(row: bytes) -> tuple[float, ...]:
-    """Returns a rank's times as ``in_order`` reads them."""
+    """Return a rank's times as ``in_order`` reads them."""
     return _TIMES.unpack(row)
 
 
 def in_order(times: Sequence[float], since: float = 0.0) -> list[tuple[float, Phase]]:
-    """Tells when the phases began that a rank has come to since then, in their order."""
+    """Return when the phases began that a rank has come to since then, in their order."""
     found = [(at, index) for index, at in enumerate(times) if at and at >= since]
     return [(at, _PHASES[index]) for at, index in sorted(found)]
 
 
 def _row(local_rank: int) -> int:
-    """Returns where a rank's row begins."""
+    """Return where a rank's row begins."""
     return _HEAD + local_rank * _ROW

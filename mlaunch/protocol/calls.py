@@ -41,7 +41,7 @@ class Call:
 
 
 def to_plain(call: Call) -> tuple[object, ...]:
-    """Returns the same in types that pickle knows by itself, which is faster."""
+    """Return the same in types that pickle knows by itself, which is faster."""
     function: object = call.function
     if isinstance(function, Reference):
         function = (function.module, function.qualname, function.depth)
@@ -50,13 +50,13 @@ def to_plain(call: Call) -> tuple[object, ...]:
 
 
 def from_plain(fields: tuple[Any, ...]) -> Call:
-    """Returns the call that was made plain."""
+    """Return the call that was made plain."""
     function, *rest = fields
     return Call(Reference(*function) if type(function) is tuple else function, *rest)
 
 
 def portable(function: Reference | Callable[..., Any]) -> Reference | Callable[..., Any]:
-    """Returns ``function`` as it should be pickled.
+    """Return ``function`` as it should be pickled.
 
     pickle refuses a function whose name in its module leads to another object, as every decorated one's does, and
     cloudpickle would then ship a copy of it that no longer shares its module's globals. So an importable function
@@ -97,7 +97,7 @@ def _look_up(module: str, qualname: str) -> Any:
 
 
 def resolve(function: Reference | Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function, in the rank. Raises ImportError or AttributeError as the import of its module does."""
+    """Return the function, in the rank. Raises ImportError or AttributeError as the import of its module does."""
     if not isinstance(function, Reference):
         return function
     if function.module not in sys.modules:

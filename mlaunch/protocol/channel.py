@@ -25,7 +25,7 @@ _CLOSE_ON_EXEC, _LESS_CAME, _FDS_LACK = map(int, (socket.MSG_CMSG_CLOEXEC, socke
 
 
 def get_to_know(kinds: Iterable[object]) -> None:
-    """Makes pickle note the slots of each class of records among ``kinds``, as it does at the first record.
+    """Make pickle note the slots of each class of records among ``kinds``, as it does at the first record.
 
     That changes the class, for which a process that was just forked takes a quarter of a millisecond.
     """
@@ -35,12 +35,12 @@ def get_to_know(kinds: Iterable[object]) -> None:
 
 
 def assert_never(record: NoReturn) -> NoReturn:
-    """Lets a type checker find a kind of record that a receiver forgets. (In ``typing`` from Python 3.11 on.)"""
+    """Have a type checker find a kind of record that a receiver forgets. (In ``typing`` from Python 3.11 on.)"""
     raise AssertionError(f"no receiver takes this record: {record!r}")
 
 
 def pickled(record: object) -> bytes:
-    """Returns a record as it is sent. ValueError: it is larger than a receiver can take, which would cut it."""
+    """Return a record as it is sent. ValueError: it is larger than a receiver can take, which would cut it."""
     data = pickle.dumps(record)
     if len(data) > RECORD_LIMIT:
         kind = type(record).__name__
@@ -63,18 +63,18 @@ class Channel(Generic[Incoming, Outgoing]):
 
     @classmethod
     def adopt(cls, fd: int) -> Channel[Incoming, Outgoing]:
-        """Takes over a file descriptor that was inherited or received."""
+        """Take over a file descriptor that was inherited or received."""
         return cls(socket.socket(fileno=fd))
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     def intact(self) -> bool:
-        """Tells whether the descriptor is still this channel's: others may have closed it and opened a file."""
+        """True if the descriptor is still this channel's: others may have closed it and opened a file."""
         return linux.identity(self._socket.fileno()) == self._identity
 
     def send(self, record: Outgoing, fds: Sequence[int] = ()) -> None:
-        """Sends a record, and duplicates of file descriptors.
+        """Send a record, and duplicates of file descriptors.
 
         Raises:
             BrokenPipeError, ConnectionResetError: The other end is gone, or this one is somebody else's by now.
@@ -86,13 +86,13 @@ class Channel(Generic[Incoming, Outgoing]):
         socket.send_fds(self._socket, [data], fds)
 
     def try_send(self, record: Outgoing, fds: Sequence[int] = ()) -> None:
-        """Sends as ``send`` does, but a lost listener is no error."""
+        """Send as ``send`` does, but a lost listener is no error."""
         data = pickled(record)
         if self.intact():
             self.try_send_pickled(data, fds)
 
     def try_send_pickled(self, record: bytes, fds: Sequence[int] = ()) -> None:
-        """Sends what ``pickled`` has made of a record, which several channels may get."""
+        """Send what ``pickled`` has made of a record, which several channels may get."""
         try:
             if fds:
                 socket.send_fds(self._socket, [record], fds)
@@ -102,7 +102,7 @@ class Channel(Generic[Incoming, Outgoing]):
             return
 
     def receive(self) -> tuple[Incoming, list[int]]:
-        """Returns the next record and its file descriptors, which the receiver owns.
+        """Return the next record and its file descriptors, which the receiver owns.
 
         Raises:
             EOFError: The other end is gone, or this one is somebody else's by now: nothing of theirs is unpickled.
@@ -126,14 +126,14 @@ class Channel(Generic[Incoming, Outgoing]):
         return pickle.loads(data), fds
 
     def hear(self) -> tuple[Incoming | None, list[int]]:
-        """Does the same; None once nothing more comes."""
+        """Do the same; None once nothing more comes."""
         try:
             return self.receive()
         except EOFError:
             return None, []
 
     def _take(self) -> tuple[bytes, list[int], int]:
-        """Does what ``socket.recv_fds`` does, which forgets the flags that it is given."""
+        """Do what ``socket.recv_fds`` does, which forgets the flags that it is given."""
         data, beside, flags, _ = self._socket.recvmsg(RECORD_LIMIT, _ROOM, _CLOSE_ON_EXEC)
         if not beside:
             return data, [], flags
@@ -144,7 +144,7 @@ class Channel(Generic[Incoming, Outgoing]):
         return data, fds.tolist(), flags
 
     def peek(self) -> Incoming:
-        """Returns the next record, without descriptors, and leaves it there. EOFError as ``receive``."""
+        """Return the next record, without descriptors, and leaves it there. EOFError as ``receive``."""
         if not self.intact():
             raise EOFError(_NOT_OURS)
         data = self._socket.recv(RECORD_LIMIT, socket.MSG_PEEK)
@@ -154,7 +154,7 @@ class Channel(Generic[Incoming, Outgoing]):
         return record
 
     def close(self) -> None:
-        """Closes the descriptor, unless it has become somebody else's."""
+        """Close the descriptor, unless it has become somebody else's."""
         if self._socket.fileno() >= 0 and not self.intact():
             # Not closed: the number is that of somebody else's file.
             self._socket.detach()

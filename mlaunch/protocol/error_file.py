@@ -23,7 +23,7 @@ _READ = 1 << 20  # bytes: nobody reads a longer traceback
 
 
 def path_of(spec: LaunchSpec, local_rank: int) -> str:
-    """Returns the file of one rank; "" where the launch has none."""
+    """Return the file of one rank; "" where the launch has none."""
     if spec.target is None:
         return ""
     return os.path.join(spec.target.error_dir, f"attempt_{spec.restarts.count}", str(local_rank), "error.json")
@@ -31,7 +31,7 @@ def path_of(spec: LaunchSpec, local_rank: int) -> str:
 
 @contextlib.contextmanager
 def with_directory(spec: LaunchSpec) -> Iterator[LaunchSpec]:
-    """Makes, in the agent, which outlives a killed command, a directory for these files, if the command names none."""
+    """Make, in the agent, which outlives a killed command, a directory for these files, if the command names none."""
     if spec.target is None or spec.target.error_dir:
         yield spec
         return
@@ -45,12 +45,12 @@ def with_directory(spec: LaunchSpec) -> Iterator[LaunchSpec]:
 
 
 def directory_of(spec: LaunchSpec) -> str:
-    """Returns the directory that an agent makes for them; "" if it makes none."""
+    """Return the directory that an agent makes for them; "" if it makes none."""
     return _own_directory(spec) if spec.target is not None and not spec.target.error_dir else ""
 
 
 def remove_directory(spec: LaunchSpec) -> None:
-    """Removes what an agent has left that was killed; called by its launcher."""
+    """Remove what an agent has left that was killed; called by its launcher."""
     if directory := directory_of(spec):
         own_files.remove_directory(directory)
 
@@ -60,7 +60,7 @@ def _own_directory(spec: LaunchSpec) -> str:
 
 
 def copy_into(path: str, crash_fd: int) -> None:
-    """Copies the rank's error file into its crash memfd if faulthandler wrote nothing there."""
+    """Copy the rank's error file into its crash memfd if faulthandler wrote nothing there."""
     # Stacks of a crash are nearer to the cause: an error file may be of an earlier failure that the program has
     # survived.
     if not path or os.fstat(crash_fd).st_size:
@@ -71,7 +71,7 @@ def copy_into(path: str, crash_fd: int) -> None:
 
 
 def parse(text: str) -> dict[str, Any] | None:
-    """Reads what an error file holds; None if that is no record."""
+    """Read what an error file holds; None if that is no record."""
     try:
         record = json.loads(text)
         return record if isinstance(record, dict) and traceback_of(record) is not None else None
@@ -80,7 +80,7 @@ def parse(text: str) -> dict[str, Any] | None:
 
 
 def traceback_of(record: Mapping[str, Any]) -> str | None:
-    """Returns a record's traceback, or its message where it has none; None if it has neither."""
+    """Return a record's traceback, or its message where it has none; None if it has neither."""
     message = record.get("message")
     try:
         return str(message if isinstance(message, str) else message["extraInfo"]["py_callstack"])  # type: ignore[index]
@@ -89,13 +89,13 @@ def traceback_of(record: Mapping[str, Any]) -> str | None:
 
 
 def new_record(message: str, traceback: str) -> dict[str, Any]:
-    """Makes a record as torch's ``record`` decorator would."""
+    """Make a record as torch's ``record`` decorator would."""
     extra = {"py_callstack": traceback, "timestamp": str(int(time.time()))}
     return {"message": {"message": message, "extraInfo": extra}}
 
 
 def write(path: str, record: Mapping[str, Any], exitcode: int | None) -> None:
-    """Writes a rank's record for who started this launch, with its exit code as torchrun does. May raise OSError."""
+    """Write a rank's record for who started this launch, with its exit code as torchrun does. May raise OSError."""
     message = record["message"]
     if exitcode and isinstance(message, dict):
         record = {**record, "message": {**message, "errorCode": exitcode}}

@@ -23,7 +23,7 @@ _PICKLERS = frozenset({"mlaunch", "cloudpickle", "pickle", "copyreg", "torch", "
 
 
 def unpicklable(value: object, name: str) -> str:
-    """Says what in ``value`` cannot be pickled, for people: "value['model'].lock is a _thread.lock".
+    """Return what in ``value`` cannot be pickled, for people: "value['model'].lock is a _thread.lock".
 
     What a function brings along: "train() uses the global 'loss', which uses the global 'lock', a _thread.lock".
     """
@@ -31,7 +31,7 @@ def unpicklable(value: object, name: str) -> str:
 
 
 def culprit(value: object, name: str) -> tuple[str, object]:
-    """Returns the name and the part of a value that cannot be pickled."""
+    """Return the name and the part of a value that cannot be pickled."""
     seen = {id(value)}
     users: list[str] = []  # functions on the way
     for _ in range(_DEPTH):
@@ -53,7 +53,7 @@ def culprit(value: object, name: str) -> tuple[str, object]:
 
 
 def type_name(value: object) -> str:
-    """Returns the name of its type as tracebacks give it."""
+    """Return the name of its type as tracebacks give it."""
     kind = type(value)
     if kind.__module__.startswith("mlaunch."):  # where it is there is of no interest
         return f"mlaunch.{kind.__qualname__}"
@@ -81,7 +81,7 @@ def picklable(value: object) -> bool:
 
 
 def below_the_pickler(error: Exception) -> Exception | None:
-    """Returns the exception with the frames that a user's ``__reduce__`` or ``__getstate__`` made; None without any."""
+    """Return the exception with the frames that a user's ``__reduce__`` or ``__getstate__`` made; None without any."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] in _PICKLERS:
         trace = trace.tb_next
@@ -102,7 +102,7 @@ def _children(value: object, name: str) -> Iterator[tuple[str, object]]:
 
 
 def _used(value: object) -> list[tuple[str, object]]:
-    """Returns what a function uses, by name."""
+    """Return what a function uses, by name."""
     code, cells = getattr(value, "__code__", None), getattr(value, "__closure__", None)
     pairs: list[tuple[str, object]] = []
     for variable, cell in zip(getattr(code, "co_freevars", ()), cells or (), strict=False):
@@ -116,7 +116,7 @@ def _used(value: object) -> list[tuple[str, object]]:
 
 
 def pickle_exception(error: BaseException) -> bytes | None:
-    """Returns the exception as bytes that are known to unpickle to its type, or None.
+    """Return the exception as bytes that are known to unpickle to its type, or None.
 
     Many exceptions do not survive pickle's own way, which calls the class with ``args``: those whose ``__init__``
     takes something else, or makes another text of them. They, and those with attributes that cannot be pickled, are
@@ -127,7 +127,7 @@ def pickle_exception(error: BaseException) -> bytes | None:
 
 
 def _best(error: BaseException) -> tuple[_Likeness, bytes | None]:
-    """Returns the way that keeps most of it."""
+    """Return the way that keeps most of it."""
     best: tuple[_Likeness, bytes | None] = _Likeness.NONE, None
     # The class's own way first: it knows best what its exceptions need.
     for candidate in (error, _Rebuilt(error)):
@@ -175,13 +175,13 @@ def _text(error: object) -> str | None:
 
 
 def _content(error: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns args and attributes, without what raising it sets."""
+    """Return args and attributes, without what raising it sets."""
     attributes = {**_members(error), **error.__dict__}
     return error.args, {key: value for key, value in attributes.items() if key != "__suppress_context__"}
 
 
 def _same(one: tuple[tuple[Any, ...], dict[str, Any]], other: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
-    """Compares by what is pickled, since objects need not know when they are equal, and tensors say so for each item.
+    """Compare by what is pickled, since objects need not know when they are equal, and tensors say so for each item.
 
     What is equal but pickled otherwise (a set in another order) is taken for different, which does no harm.
     """
@@ -215,7 +215,7 @@ class _Rebuilt:
 
 
 def _members(error: BaseException) -> dict[str, Any]:
-    """Says what exceptions keep outside of ``__dict__``: errno, filename, name, path, and what has slots."""
+    """Return what exceptions keep outside of ``__dict__``: errno, filename, name, path, and what has slots."""
     # A group's are what its args hold already.
     groups = ("BaseExceptionGroup", "ExceptionGroup")
     kinds = [kind for kind in type(error).__mro__ if kind.__module__ != "builtins" or kind.__name__ not in groups]
@@ -224,7 +224,7 @@ def _members(error: BaseException) -> dict[str, Any]:
 
 
 def _portable(arg: object) -> object:
-    """Returns an argument of an exception, or what can stand for it: a group holds the exceptions it is made of."""
+    """Return an argument of an exception, or what can stand for it: a group holds the exceptions it is made of."""
     if isinstance(arg, BaseException):
         return arg if _round_trip(arg, arg)[0] is _Likeness.WHOLE else _Rebuilt(arg)
     if isinstance(arg, list | tuple) and any(isinstance(member, BaseException) for member in arg):

@@ -17,7 +17,7 @@ OOM_COUNTER = "oom_kill counter"  # of a cgroup, in the words of a hint
 
 
 def from_answer(answered: RankAnswered, remote: RemoteError) -> RankFailure:
-    """Describes a rank that raised, or returned what cannot be pickled."""
+    """Describe a rank that raised, or returned what cannot be pickled."""
     unpicklable = answered.kind is AnswerKind.UNPICKLABLE
     return RankFailure(
         rank=answered.rank,
@@ -45,7 +45,7 @@ def _raised(remote: RemoteError) -> str:
 
 
 def from_exit(gone: RankGone, device: str = "", crash: str = "", host: str = "") -> RankFailure:
-    """Describes a rank that died. ``crash``: the Python stacks that it left. ``host``: its own; "": this one."""
+    """Describe a rank that died. ``crash``: the Python stacks that it left. ``host``: its own; "": this one."""
     what = describe_exit(gone.exitcode, of_python=gone.of_python)
     return RankFailure(
         rank=gone.rank,
@@ -73,7 +73,7 @@ def from_server(pid: int, exitcode: int, at: float) -> RankFailure:
 
 
 def from_cancel(by_launcher: bool, cancel: Cancel | None, ranks: Sequence[int] = ()) -> RankFailure:
-    """Describes that the launcher cancels, or that it or the fork server is gone. ``ranks``: its own, if others are."""
+    """Describe that the launcher cancels, or that it or the fork server is gone. ``ranks``: its own, if others are."""
     if cancel is not None:
         ended = cancel.by not in {0, signal.SIGINT}
         what = f"was ended by {signal.Signals(cancel.by).name}" if ended else "was interrupted"
@@ -90,7 +90,7 @@ def from_deadline(seconds: float | None) -> RankFailure:
 
 
 def from_stop(pid: int, command: str = "mlaunch stop") -> RankFailure:
-    """Describes that somebody ended the launch from elsewhere; ``pid``: whose ``command`` it was."""
+    """Describe that somebody ended the launch from elsewhere; ``pid``: whose ``command`` it was."""
     return of_run(f"was ended by {command} (pid {pid})", "stopped")
 
 

@@ -18,7 +18,7 @@ _SET_PER_RANK = ("TORCHELASTIC_", "OMP_NUM_THREADS")
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that libraries read when they are loaded."""
+    """Return the variables that libraries read when they are loaded."""
     return {
         name: value
         for name, value in environ.items()
@@ -27,6 +27,6 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def replaced(environ: Mapping[str, str], by: Mapping[str, str]) -> dict[str, str]:
-    """Returns variables with those in the place that libraries read when they are loaded."""
+    """Return variables with those in the place that libraries read when they are loaded."""
     ours = variables(environ)
     return {name: value for name, value in environ.items() if name not in ours} | variables(by)

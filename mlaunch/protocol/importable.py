@@ -24,7 +24,7 @@ _search_path: list[str] = []  # for which they hold
 
 
 def is_importable(name: str) -> bool:
-    """Tells whether an import of this name finds the module that is loaded; also if nothing can be said of it."""
+    """True if an import of this name finds the module that is loaded; also if nothing can be said of it."""
     if _search_path != sys.path:
         _answers.clear()
         _search_path[:] = sys.path

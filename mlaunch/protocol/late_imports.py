@@ -15,7 +15,7 @@ import mmap
 import os
 import sys
 
-from mlaunch.features import FEATURES
+from mlaunch.features import with_hook
 
 # What torch imports where it is first used. The first optimizer and the first DistributedDataParallel of a process
 # import torch._dynamo, a second of each rank's time.
@@ -27,7 +27,7 @@ _OURS = (
     "mlaunch.sweeps.caller.sweep", "mlaunch.caller.warm_up"
 )  # fmt: skip
 # What features have in ranks, and what makes their parts there.
-_PARTS = ("mlaunch.core.load", *(f"mlaunch.{one.name}.rank" for one in FEATURES if "rank" in one.processes))
+_PARTS = ("mlaunch.core.load", *(f"mlaunch.{one.name}.rank" for one in with_hook("rank.part")))
 NAMES = (*_TORCHS, *_OURS, *_PARTS)
 _INDEX = {name: index for index, name in enumerate(NAMES)}
 _SIZE = 4096  # bytes of names
@@ -73,7 +73,7 @@ def tell() -> None:
 
 
 def begin() -> None:
-    """Takes what is imported by now for the fork server's."""
+    """Take what is imported by now for the fork server's."""
     _own.before = len(sys.modules)
 
 
@@ -88,7 +88,7 @@ def note_begun(name: str, path: str, *, leads: bool) -> bool:
 
 
 def note(*, leads: bool) -> None:
-    """Notes what this process has imported; of Python's own modules only if it ``leads``, for all ranks."""
+    """Note what this process has imported; of Python's own modules only if it ``leads``, for all ranks."""
     if len(sys.modules) == _own.looked:  # as after most calls on ranks that stay
         return
     _own.looked = len(sys.modules)
@@ -108,7 +108,7 @@ def _note_standard(names: list[str]) -> None:
 
 
 def _is_standard(name: str) -> bool:
-    """Tells whether it is of Python's library; a user's file may have such a name."""
+    """True if it is of Python's library; a user's file may have such a name."""
     top = name.partition(".")[0]
     if top not in sys.stdlib_module_names or top in _NEVER or top.startswith("_"):
         return False
@@ -126,16 +126,16 @@ def _standard_names() -> list[str]:
 
 
 def missing() -> list[str]:
-    """Returns of torch and mlaunch what a fork of this process has noted and this process has not imported."""
+    """Return of torch and mlaunch what a fork of this process has noted and this process has not imported."""
     return [name for index, name in enumerate(NAMES) if _noted[index] and name not in sys.modules]
 
 
 def missing_standard() -> list[str]:
-    """Returns the same of Python's own modules."""
+    """Return the same of Python's own modules."""
     return [name for name in _standard_names() if name not in sys.modules]
 
 
 def import_module(name: str) -> None:
-    """Imports one that is missing; nothing if another file would be found here under the name of a standard one."""
+    """Import one that is missing; nothing if another file would be found here under the name of a standard one."""
     if name in NAMES or _is_of_the_library(importlib.util.find_spec(name)):
         __import__(name)

@@ -185,7 +185,7 @@ class RankGone:
 
     @property
     def failed(self) -> bool:
-        """Whether it ended badly: also with code 0, where nobody may say that all is done (while it unpickles, say)."""
+        """True if it ended badly: also with code 0, where nobody may say that all is done (while it unpickles, say)."""
         return self.exitcode != 0 or not (self.answered or self.stopped or self.phase in _MAY_END)
 
 

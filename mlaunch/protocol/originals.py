@@ -43,13 +43,13 @@ class receiving:
 
 
 def number(original: Any) -> str:
-    """Returns the number of what is sent by value, for good."""
+    """Return the number of what is sent by value, for good."""
     known = _numbers.get(original)
     return _remember(original, f"{_process}/{os.getpid()}/{next(_count)}") if known is None else known
 
 
 def take(number: str, make: Callable[..., Any], *args: Any) -> Any:
-    """Returns what was sent by value, to be filled; where it comes from, the original. Called as it is unpickled."""
+    """Return what was sent by value, to be filled; where it comes from, the original. Called as it is unpickled."""
     known = _by_number.get(number)
     if known is not None and known not in _made:
         # This process has sent it: two copies of one class would not be the same to isinstance().
@@ -65,7 +65,7 @@ def take(number: str, make: Callable[..., Any], *args: Any) -> Any:
 
 
 def take_once(number: str, make: Callable[..., Any], *args: Any) -> Any:
-    """Returns an object that is known for what it is: the one that came before, if there is one."""
+    """Return an object that is known for what it is: the one that came before, if there is one."""
     known = _by_number.get(number)
     if known is None:
         return take(number, make, *args)
@@ -75,7 +75,7 @@ def take_once(number: str, make: Callable[..., Any], *args: Any) -> Any:
 
 
 def can_be_known(found: Any) -> bool:
-    """Tells whether an object that is neither class nor function can have a number."""
+    """True if an object that is neither class nor function can have a number."""
     kind: Any = type(found)
     plain: Any = object
     has_weak_references = kind.__weakrefoffset__ != 0  # it is negative where the interpreter keeps them (3.12)
@@ -83,7 +83,7 @@ def can_be_known(found: Any) -> bool:
 
 
 def fill(taken: Any, content: tuple[Callable[[Any, Any], None], Any, sources.Source | None]) -> None:
-    """Gives it its content, if it was made here: the original may have another by now."""
+    """Give it its content, if it was made here: the original may have another by now."""
     fill_in, state, source = content
     if taken in _made:
         fill_in(taken, state)
@@ -92,7 +92,7 @@ def fill(taken: Any, content: tuple[Callable[[Any, Any], None], Any, sources.Sou
 
 
 def of_main(function: Any) -> list[Any]:
-    """Returns, with numbers, what the module of a function defines, if that is a script or notebook."""
+    """Return, with numbers, what the module of a function defines, if that is a script or notebook."""
     names = getattr(inspect.unwrap(function), "__globals__", {})
     if names.get("__name__") != "__main__":
         return []
@@ -104,31 +104,31 @@ def of_main(function: Any) -> list[Any]:
 
 
 def inherit(originals: Iterable[Any]) -> None:
-    """Notes in a fork what it has in common with the caller."""
+    """Note in a fork what it has in common with the caller."""
     _of_call.update(originals)
 
 
 def any_came() -> bool:
-    """Tells whether there is anything here that must not go by name."""
+    """True if there is anything here that must not go by name."""
     return bool(_numbers)
 
 
 def reduce(found: Any) -> tuple[Any, ...] | None:
-    """Returns what pickles a class or function as the caller's own; None: it is not known to have it."""
+    """Return what pickles a class or function as the caller's own; None: it is not known to have it."""
     if found not in _of_call:
         return None
     return _find, (_numbers[found], found.__module__, getattr(found, "__qualname__", ""))
 
 
 def reduce_or_refuse(found: Any) -> tuple[Any, ...] | None:
-    """Returns the same; PicklingError: the caller may have another by this name. None: it is not from there."""
+    """Return the same; PicklingError: the caller may have another by this name. None: it is not from there."""
     if found in _numbers and found not in _of_call:
         raise pickle.PicklingError(found)
     return reduce(found)
 
 
 def _find(number: str, module: str, qualname: str) -> Any:
-    """Returns the original; if this is not the process that sent it, as with ``gather``, what bears its name here."""
+    """Return the original; if this is not the process that sent it, as with ``gather``, what bears its name here."""
     original = _by_number.get(number)
     if original is None:
         original = importlib.import_module(module)

@@ -57,17 +57,17 @@ class Payload:
         return len(self.data) or os.fstat(self.memfd).st_size
 
     def fds(self) -> list[int]:
-        """Returns what must be attached to a record with its data."""
+        """Return what must be attached to a record with its data."""
         return [] if self.data else [self.memfd]
 
     def read(self) -> Any:
-        """Returns the value. OSError: other code in this process has closed the memfd."""
+        """Return the value. OSError: other code in this process has closed the memfd."""
         if self._kept is not None and not self._kept.intact():
             raise OSError(errno.EBADF, "other code in this process has closed the file that holds the value")
         return pickle.loads(self.data) if self.data else read(self.memfd)
 
     def parts(self) -> tuple[bytes | memoryview, list[memoryview]]:
-        """Returns the pickle stream, and the buffers beside it."""
+        """Return the pickle stream, and the buffers beside it."""
         return (self.data, []) if self.data else parts(self.memfd)
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ class Payload:
 
 
 def pack(value: object, name: str, *, most: int) -> Payload:
-    """Pickles a value that goes to ranks; in a new memfd if it takes more than ``most`` bytes."""
+    """Pickle a value that goes to ranks; in a new memfd if it takes more than ``most`` bytes."""
     memfd = -1
 
     def make() -> int:
@@ -93,7 +93,7 @@ def pack(value: object, name: str, *, most: int) -> Payload:
 
 
 def write(fd: int, value: object, *, to_caller: bool = False) -> None:
-    """Pickles a value into a memfd, in the place of what that holds.
+    """Pickle a value into a memfd, in the place of what that holds.
 
     ``to_caller``: the value goes from a rank to its caller, who has the classes of ``__main__`` that the rank has,
     so they go by name where they can. In the other direction they go by value.
@@ -104,7 +104,7 @@ def write(fd: int, value: object, *, to_caller: bool = False) -> None:
 
 
 def answer(value: object, memfd: Callable[[], int], *, most: int, to_caller: bool) -> bytes:
-    """Pickles a value; returns its bytes, or b"" if it takes more than ``most``: then it is in the memfd as ``write``
+    """Pickle a value; returns its bytes, or b"" if it takes more than ``most``: then it is in the memfd as ``write``
     has it. ``memfd`` gives that if it is needed."""
     if type(value) in _PICKLED_AS_IT_IS and len(data := pickle.dumps(value, 5)) <= most:
         # Plain values need no pickler of ours, which takes longer to make than they to pickle.
@@ -138,7 +138,7 @@ class _Spool:
         return self._file is not None
 
     def file(self) -> BinaryIO:
-        """Returns the file, which has what was written."""
+        """Return the file, which has what was written."""
         if self._file is None:
             fd = self._memfd()
             # The file may have an older, longer answer.
@@ -173,13 +173,13 @@ def _write(spool: _Spool, value: object, pickle_into: Callable[[Sink, object], P
 
 
 def check(value: object) -> None:
-    """Raises what pickling ``value`` raises, keeping nothing of it."""
+    """Raise what pickling ``value`` raises, keeping nothing of it."""
     with open(os.devnull, "wb") as sink:
         pickle_by_value(sink, value)
 
 
 def read(fd: int) -> Any:
-    """Returns the value in a memfd. The caller may close ``fd``: arrays and tensors hold the mapping."""
+    """Return the value in a memfd. The caller may close ``fd``: arrays and tensors hold the mapping."""
     stream, buffers = parts(fd)
     try:
         return pickle.loads(stream, buffers=buffers)
@@ -188,7 +188,7 @@ def read(fd: int) -> Any:
 
 
 def parts(fd: int) -> tuple[bytes | memoryview, list[memoryview]]:
-    """Returns the pickle stream in a memfd, and the buffers beside it."""
+    """Return the pickle stream in a memfd, and the buffers beside it."""
     size = os.fstat(fd).st_size
     if size < OUT_OF_BAND:  # no buffer can be in it, and it is not worth a mapping
         return os.pread(fd, size, 0), []

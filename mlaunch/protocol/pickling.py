@@ -64,7 +64,7 @@ class Parts:
 
 
 def pickle_by_name(file: Sink, value: object, *, in_band: bool = False) -> Parts:
-    """Pickles to a reader that has what the call brought; what has neither a number nor a name goes by value."""
+    """Pickle to a reader that has what the call brought; what has neither a number nor a name goes by value."""
     # To ask for numbers takes 0.2 us for each object of a value, so it is not done where nothing has one.
     base = _ByNumberPickler if originals.any_came() else _ByNamePickler
     try:
@@ -103,7 +103,7 @@ class _ByNumberPickler(pickle.Pickler):
 
 
 def _submodules(code: types.CodeType, top_level_dependencies: Iterable[object]) -> list[types.ModuleType]:
-    """Returns the modules that code is likely to use as attributes of packages, which are among its dependencies.
+    """Return the modules that code is likely to use as attributes of packages, which are among its dependencies.
 
     They are imported where the code goes. cloudpickle finds the same, but looks at each module of the process for each
     package: where torch is imported, that is nearly all of what a function takes to be pickled.
@@ -121,7 +121,7 @@ def _submodules(code: types.CodeType, top_level_dependencies: Iterable[object]) 
 
 
 def _with(function: Any, **others: object) -> Any:
-    """Returns a function of cloudpickle's that finds others in place of some that are global there."""
+    """Return a function of cloudpickle's that finds others in place of some that are global there."""
     return types.FunctionType(
         function.__code__, function.__globals__ | others, function.__name__, function.__defaults__, function.__closure__
     )
@@ -132,7 +132,7 @@ def _parameters(function: Any) -> tuple[str, ...]:
 
 
 def _quick_reduce() -> Any:
-    """Returns what reduces a function with the submodules that we find; as cloudpickle does where it has changed."""
+    """Return what reduces a function with the submodules that we find; as cloudpickle does where it has changed."""
     reduce = getattr(cloudpickle.Pickler, "_dynamic_function_reduce", None)
     state = getattr(cloudpickle.cloudpickle, "_function_getstate", None)
     find = getattr(cloudpickle.cloudpickle, "_find_imported_submodules", None)
@@ -150,7 +150,7 @@ class _ByValuePickler(cloudpickle.Pickler):
     _dynamic_function_reduce = _quick_reduce()
 
     def _function_getnewargs(self, func: Any) -> Any:
-        """Returns what a function is made of; functions that share a variable get one cell, which they fill."""
+        """Return what a function is made of; functions that share a variable get one cell, which they fill."""
         found = super()._function_getnewargs(func)  # type: ignore[misc]
         if not found[-1]:
             return found
@@ -180,14 +180,14 @@ class _ByValuePickler(cloudpickle.Pickler):
         return reduced if again is reduced else self._known(obj, again)
 
     def _module(self, module: types.ModuleType) -> Any:
-        """Reduces one of a class of its own."""
+        """Reduce one of a class of its own."""
         name = getattr(module, "__name__", "")
         if sys.modules.get(name) is module:
             return importlib.import_module, (name,)
         return super().reducer_override(module)
 
     def _known(self, found: Any, reduced: Any) -> Any:
-        """Gives a number to an object that is known for what it is, not for its content."""
+        """Give a number to an object that is known for what it is, not for its content."""
         if not originals.can_be_known(found):
             return reduced
         self.parts.originals.append(found)
@@ -216,7 +216,7 @@ class _BackByValuePickler(_ByValuePickler):
 
 
 def _look_at(module: object) -> None:
-    """Registers a module that ranks cannot import, for good: another thread may be pickling something of it."""
+    """Register a module that ranks cannot import, for good: another thread may be pickling something of it."""
     if isinstance(module, str) and not is_importable(module):
         cloudpickle.cloudpickle.register_pickle_by_value(sys.modules[module])
 
@@ -244,7 +244,7 @@ Reducers = dict[type, Callable[[Any], Reduction]]
 
 
 def _storage_reducers(alive: list[object]) -> Reducers:
-    """Returns the reducers of one pickling. They append to ``alive`` what must live until the buffers are written.
+    """Return the reducers of one pickling. They append to ``alive`` what must live until the buffers are written.
 
     Empty unless torch is imported: what never saw torch holds no tensors.
     """
@@ -298,7 +298,7 @@ def _rebuild_typed(untyped: torch.UntypedStorage, dtype: torch.dtype) -> torch.s
 
 
 def rebuild_storage(buffer: Any) -> torch.UntypedStorage:
-    """Returns a storage over a writable buffer, without a copy."""
+    """Return a storage over a writable buffer, without a copy."""
     import torch
 
     if not memoryview(buffer).nbytes:

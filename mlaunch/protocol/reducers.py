@@ -61,7 +61,7 @@ _of_code = operator.attrgetter(*(name for name in _CODE if hasattr(types.CodeTyp
 
 
 def of_function(function: types.FunctionType) -> Reduced | None:
-    """Reduces what ``torch.compile`` or ``functools.singledispatch`` made of a function to that; None: another one."""
+    """Reduce what ``torch.compile`` or ``functools.singledispatch`` made of a function to that; None: another one."""
     if function.__code__ is _DISPATCHER:
         return _reduce_dispatcher(function)
     original = function.__dict__.get("_torchdynamo_orig_callable")
@@ -79,7 +79,7 @@ def of_function(function: types.FunctionType) -> Reduced | None:
 
 
 def look_into_class_bodies(code: types.CodeType) -> None:
-    """Lets cloudpickle send what the bodies of classes refer to that a function with this code makes."""
+    """Have cloudpickle send what the bodies of classes refer to that a function with this code makes."""
     wanted = dict.fromkeys(name for body in _bodies(code) for name in _names(body))
     if wanted and _find_globals is not None:
         _find_globals(code).update(wanted)  # which it keeps, and takes when it pickles the function
@@ -99,7 +99,7 @@ def _names(body: types.CodeType) -> Iterator[str]:
 
 
 def _reduce_dispatcher(function: Any) -> Reduced | None:
-    """Reduces singledispatch's closure, whose cache has weak references in it; None: the rank can import it."""
+    """Reduce singledispatch's closure, whose cache has weak references in it; None: the rank can import it."""
     if cloudpickle.cloudpickle._should_pickle_by_reference(function):  # type: ignore[attr-defined]
         return None
     others = {name: value for name, value in vars(function).items() if name not in _OF_DISPATCHER}
@@ -115,7 +115,7 @@ def _register_again(function: Any, state: tuple[dict[type, Any], dict[str, Any]]
 
 
 def _chain(callback: Any) -> Iterator[Any]:
-    """Yields what dynamo has wrapped around a backend, and that at the end."""
+    """Yield what dynamo has wrapped around a backend, and that at the end."""
     while callback is not None:
         yield callback
         callback = getattr(callback, "_torchdynamo_orig_backend", getattr(callback, "_torchdynamo_orig_callable", None))
@@ -134,13 +134,13 @@ def _compile_again(original: Any, options: dict[str, Any]) -> Any:
 
 
 def is_own(kind: Any) -> bool:
-    """Tells whether a type has a say in how its objects are pickled."""
+    """True if a type has a say in how its objects are pickled."""
     plain: Any = object
     return kind.__reduce__ is not plain.__reduce__ or kind.__reduce_ex__ is not plain.__reduce_ex__
 
 
 def of_name(found: object, reduced: Reduced) -> Reduced:
-    """Returns how an object travels that reduces to its name: by that if the ranks can import it, else by value."""
+    """Return how an object travels that reduces to its name: by that if the ranks can import it, else by value."""
     module = getattr(found, "__module__", None)
     if not isinstance(reduced, str) or not isinstance(module, str):
         return reduced
@@ -151,13 +151,13 @@ def of_name(found: object, reduced: Reduced) -> Reduced:
 
 
 def is_known(module: str) -> bool:
-    """Tells whether ranks can import it, and are to."""
+    """True if ranks can import it, and are to."""
     by_value = cloudpickle.cloudpickle.list_registry_pickle_by_value()
     return module not in {"__main__", "__mp_main__"} and module not in by_value and is_importable(module)
 
 
 def _reduce_cached(function: Any) -> Reduced:
-    """Reduces functools.lru_cache and cache, which cloudpickle takes for importable even in ``__main__``."""
+    """Reduce functools.lru_cache and cache, which cloudpickle takes for importable even in ``__main__``."""
     if is_known(function.__module__) and "<locals>" not in function.__qualname__:
         return str(function.__qualname__)
     return _cache_again, (function.__wrapped__, function.cache_parameters())
@@ -168,7 +168,7 @@ def _cache_again(function: Any, parameters: dict[str, Any]) -> Any:
 
 
 def reduce_property(found: Any) -> Reduced:
-    """Reduces cached_property, and what is made of it, which has a lock before Python 3.12 (cloudpickle#438)."""
+    """Reduce cached_property, and what is made of it, which has a lock before Python 3.12 (cloudpickle#438)."""
     return _property_again, (type(found),), {name: value for name, value in vars(found).items() if name != "lock"}
 
 
@@ -180,12 +180,12 @@ def _property_again(kind: Any) -> Any:
 
 
 def _reduce_weak_cache(cache: Any) -> Reduced:
-    """Reduces a dictionary with weak references; in the rank it keeps what something else there holds, as here."""
+    """Reduce a dictionary with weak references; in the rank it keeps what something else there holds, as here."""
     return type(cache), (), None, None, iter(list(cache.items()))
 
 
 def _reduce_view(view: memoryview) -> Reduced:
-    """Reduces a memoryview, of which cloudpickle makes bytes."""
+    """Reduce a memoryview, of which cloudpickle makes bytes."""
     data = view.tobytes()
     return _view_again, (data if view.readonly else bytearray(data), view.format, view.shape)
 
@@ -196,14 +196,14 @@ def _view_again(data: bytes | bytearray, form: str, shape: tuple[int, ...]) -> m
 
 
 def _reduce_parameter(parameter: Any) -> Reduced:
-    """Reduces ``ParamSpec`` and ``TypeVarTuple``, as cloudpickle does ``TypeVar``."""
+    """Reduce ``ParamSpec`` and ``TypeVarTuple``, as cloudpickle does ``TypeVar``."""
     if is_known(parameter.__module__):
         return str(parameter.__name__)
     return type(parameter), (parameter.__name__,)
 
 
 def _reduce_script(function: Any) -> Reduced:
-    """Reduces what ``torch.jit.script`` made of a function to that, and what ``trace`` made to its own code."""
+    """Reduce what ``torch.jit.script`` made of a function to that, and what ``trace`` made to its own code."""
     original = getattr(function, "_torchdynamo_inline", None)
     return _script_again, (original if _is_scripted(original, function) else None, function.save_to_buffer())
 
@@ -229,12 +229,12 @@ def _script_again(original: Any, compiled: bytes) -> Any:
 
 
 def _reduce_code(code: types.CodeType) -> Reduced:
-    """Reduces code with the name of its file, which cloudpickle gives up from 3.1.3 on (cloudpickle#560)."""
+    """Reduce code with the name of its file, which cloudpickle gives up from 3.1.3 on (cloudpickle#560)."""
     return types.CodeType, _of_code(code)
 
 
 def _reduce_text_file(file: io.TextIOWrapper) -> Reduced:
-    """Refuses an open file, of which cloudpickle would make a StringIO of its content, without a name."""
+    """Refuse an open file, of which cloudpickle would make a StringIO of its content, without a name."""
     if file in {sys.stdout, sys.stderr}:
         return cast(Reduced, cloudpickle.cloudpickle._file_reduce(file))  # type: ignore[attr-defined]
     # A StringIO would take writes in the rank that nobody sees.
@@ -242,7 +242,7 @@ def _reduce_text_file(file: io.TextIOWrapper) -> Reduced:
 
 
 def table() -> dict[type, Callable[[Any], Reduced]]:
-    """Returns the reducers by type; torch's only where it is loaded, without which there is no such object."""
+    """Return the reducers by type; torch's only where it is loaded, without which there is no such object."""
     found: dict[type, Callable[[Any], Reduced]] = {_CACHED: _reduce_cached, typing.ParamSpec: _reduce_parameter}
     found[io.TextIOWrapper] = _reduce_text_file
     found[types.CodeType] = _reduce_code
@@ -274,7 +274,7 @@ class _ClassPlan(NamedTuple):
 
 
 def of_class(kind: Any, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns how a class travels by value, given cloudpickle's way: so that it is rebuilt like the original.
+    """Return how a class travels by value, given cloudpickle's way: so that it is rebuilt like the original.
 
     What its metaclass and the hooks of its bases did when it was defined is in their own state, if they travel by
     value themselves. So they do not run again: the keywords of the class statement are gone (cloudpickle#527), and a
@@ -307,7 +307,7 @@ def _goes_by_value(kind: type) -> bool:
 
 
 def _refuse_keywords(kind: type, hook: Any, given: int, what: str) -> None:
-    """Raises TypeError if a hook wants more than the ``given`` arguments that each class statement gives it."""
+    """Raise TypeError if a hook wants more than the ``given`` arguments that each class statement gives it."""
     function = getattr(hook, "__func__", hook)
     if type(function) is not types.FunctionType:
         return
@@ -324,7 +324,7 @@ def _refuse_keywords(kind: type, hook: Any, given: int, what: str) -> None:
 
 
 def _body(kind: type) -> dict[str, Any]:
-    """Returns what a class must have from the start: without ``__slots__`` it has none ever (cloudpickle#311)."""
+    """Return what a class must have from the start: without ``__slots__`` it has none ever (cloudpickle#311)."""
     body = {name: vars(kind)[name] for name in ("__slots__", "__orig_bases__") if name in vars(kind)}
     if "<locals>" not in kind.__qualname__:  # which plain pickle refuses, and finds without
         body["__qualname__"] = kind.__qualname__
@@ -335,14 +335,14 @@ def _body(kind: type) -> dict[str, Any]:
 
 
 def _overrides(kind: type) -> dict[str, Any]:
-    """Returns attributes that are the same object in a base, which cloudpickle leaves out (cloudpickle#584)."""
+    """Return attributes that are the same object in a base, which cloudpickle leaves out (cloudpickle#584)."""
     own = {name: value for name, value in vars(kind).items() if name not in {"__dict__", "__weakref__", "__module__"}}
     bases = [vars(base) for base in kind.__bases__]
     return {name: value for name, value in own.items() if any(name in base and base[name] is value for base in bases)}
 
 
 def _make_class(plan: _ClassPlan) -> type:
-    """Returns a class without its attributes, which may refer to it."""
+    """Return a class without its attributes, which may refer to it."""
     bases = types.resolve_bases(plan.bases)
     body = plan.maker.__prepare__(plan.name, bases)
     body.update(plan.namespace)
@@ -379,7 +379,7 @@ def _silence(base: Any) -> Iterator[None]:
 
 
 def _fill_class(made: Any, content: dict[str, Any]) -> None:
-    """Gives a class its attributes; its metaclass has no say in it, as it had for the original already."""
+    """Give a class its attributes; its metaclass has no say in it, as it had for the original already."""
     # To set __module__ deletes the line (Python 3.13).
     last = {name: content.pop(name) for name in ("__firstlineno__",) if name in content}
     registered = content.pop("_abc_impl", ())
@@ -439,7 +439,7 @@ def _new_member(cls: Any, made_of: Any) -> Any:
 
 
 def _leave(self: Any, *_: Any) -> None:
-    """Stands for the ``__init__`` of an enum."""
+    """Do as the ``__init__`` of an enum."""
 
 
 def _fill_enum(made: Any, state: tuple[dict[str, Any], dict[str, dict[str, Any]]]) -> None:

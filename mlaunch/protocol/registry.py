@@ -21,7 +21,7 @@ _BACKLOG = 16
 
 
 def candidates(environ: Mapping[str, str]) -> list[Path]:
-    """Returns the directories that a launch of this user may have chosen, the one for ``environ`` first.
+    """Return the directories that a launch of this user may have chosen, the one for ``environ`` first.
 
     A notebook server may run with other variables than the shell in which its user looks for it. For the same reason
     the last is a fixed place, not the temporary directory of the moment, which jobs change.
@@ -33,7 +33,7 @@ def candidates(environ: Mapping[str, str]) -> list[Path]:
 
 
 def home(environ: Mapping[str, str]) -> Path:
-    """Says where a launch with ``environ`` puts its socket."""
+    """Return where a launch with ``environ`` puts its socket."""
     if environ.get("XDG_RUNTIME_DIR"):
         return candidates(environ)[0]
     # A login's own, where there is one: in /tmp somebody else may have made the directory first.
@@ -42,12 +42,12 @@ def home(environ: Mapping[str, str]) -> Path:
 
 
 def name_of(launch_id: str, rank_start: int) -> str:
-    """Names a machine's part of a launch, whose other parts may be on the same host."""
+    """Return the name of a machine's part of a launch, whose other parts may be on the same host."""
     return f"{launch_id}-{rank_start}" if rank_start else launch_id
 
 
 def listen(environ: Mapping[str, str], launch_id: str) -> socket.socket:
-    """Makes a listening socket for this launch. OSError if there can be none: a launch goes on without."""
+    """Make a listening socket for this launch. OSError if there can be none: a launch goes on without."""
     directory = home(environ)
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700)
@@ -70,21 +70,21 @@ def listen(environ: Mapping[str, str], launch_id: str) -> socket.socket:
 
 
 def remove(environ: Mapping[str, str], launch_id: str) -> None:
-    """Removes the launch's socket, if there is one, also one that was not finished; none on which somebody listens."""
+    """Remove the launch's socket, if there is one, also one that was not finished; none on which somebody listens."""
     for suffix in (_SUFFIX, _UNFINISHED):
         with contextlib.suppress(OSError), opened(home(environ)) as place:
             _remove_if_dead(_path(place, launch_id, suffix))
 
 
 def connect(environ: Mapping[str, str], launch_id: str) -> socket.socket | None:
-    """Returns a socket that is connected to this launch; None if it does not listen, or many wait for it already."""
+    """Return a socket that is connected to this launch; None if it does not listen, or many wait for it already."""
     with contextlib.suppress(OSError), opened(home(environ)) as place:
         return _connect(_path(place, launch_id, _SUFFIX))
     return None
 
 
 def reach(environ: Mapping[str, str], name: str, patience: int) -> socket.socket | None:
-    """Returns a socket that is connected to the launch of this name, wherever it has chosen; None as ``connect``.
+    """Return a socket that is connected to the launch of this name, wherever it has chosen; None as ``connect``.
 
     ``patience``: seconds that a queue of others may take.
     """
@@ -96,14 +96,14 @@ def reach(environ: Mapping[str, str], name: str, patience: int) -> socket.socket
 
 
 def _path(place: str, launch_id: str, suffix: str) -> str:
-    """Returns the path of a launch's socket. OSError for an id that leads to another place."""
+    """Return the path of a launch's socket. OSError for an id that leads to another place."""
     if os.path.basename(launch_id) != launch_id:
         raise OSError(errno.EINVAL, "no launch has such an id", launch_id)
     return f"{place}/{launch_id}{suffix}"
 
 
 def connections(environ: Mapping[str, str], patience: int = 0) -> Iterator[tuple[str, socket.socket]]:
-    """Yields (id, connected socket) of every running launch; sockets that a killed launch left behind are removed.
+    """Yield (id, connected socket) of every running launch; sockets that a killed launch left behind are removed.
 
     A launch that has many visitors is left out, if it has not taken some of them after ``patience`` seconds.
     """
@@ -130,7 +130,7 @@ def _remove_if_dead(path: str) -> None:
 
 
 def _remove_if_old(path: str) -> None:
-    """Removes the socket of a launch that was killed before it could listen."""
+    """Remove the socket of a launch that was killed before it could listen."""
     with contextlib.suppress(FileNotFoundError):
         if time.time() - os.lstat(path).st_mtime > _MOMENT:
             os.unlink(path)
@@ -158,7 +158,7 @@ def _connect(path: str, patience: int = 0) -> socket.socket | None:
 
 @contextlib.contextmanager
 def opened(directory: Path) -> Iterator[str]:
-    """Gives a short path to the directory (a socket's may have 107 bytes); PermissionError unless it is ours alone."""
+    """Give a short path to the directory (a socket's may have 107 bytes); PermissionError unless it is ours alone."""
     with opened_fd(directory) as fd:
         yield f"/proc/self/fd/{fd}"
 

@@ -119,12 +119,12 @@ class LaunchFds(NamedTuple):
 
     @property
     def there(self) -> list[int]:
-        """Those that there are."""
+        """Return those that there are."""
         return [fd for fd in self if fd is not None]
 
     @classmethod
     def of(cls, fds: Sequence[int], *, prepares: bool) -> tuple[LaunchFds, Sequence[int]]:
-        """Names what came, and returns the rest. ``prepares``: there is no memfd of a call among them."""
+        """Name what came, and return the rest. ``prepares``: there is no memfd of a call among them."""
         count = len(cls._fields) - prepares
         spec, *others = fds[:count]
         return cls(spec, None if prepares else others.pop(0), *others), fds[count:]
@@ -139,7 +139,7 @@ class StartFds(NamedTuple):
 
     @classmethod
     def of(cls, fds: Sequence[int], held: int) -> StartFds:
-        """Names what came. ``held``: how many the record says."""
+        """Name what came. ``held``: how many the record says."""
         own, first_held = len(LaunchFds._fields), len(fds) - held
         following = fds[own] if own < first_held else None
         return cls(LaunchFds(*fds[:own]), following, fds[first_held:])
@@ -168,7 +168,7 @@ class BoardFds(NamedTuple):
 
     @classmethod
     def of(cls, fds: Sequence[int]) -> BoardFds:
-        """Names what came."""
+        """Name what came."""
         return cls(fds[0], DirectFds(*fds[1:]) if fds[1:] else None)
 
 

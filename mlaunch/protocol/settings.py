@@ -52,7 +52,7 @@ _FLAGS: Mapping[tuple[str, str], bool] = {
 
 
 def of_this_process() -> Settings:
-    """Returns what a rank has to ``apply``."""
+    """Return what a rank has to ``apply``."""
     # A tenth of a millisecond of each call, all together.
     found = _of_the_system() | {"locale": locale.setlocale(locale.LC_ALL), "filters": _warning_filters()}
     if "numpy" in sys.modules:
@@ -65,7 +65,7 @@ def of_this_process() -> Settings:
 
 
 def of_the_program() -> Settings:
-    """Returns those that hold on any machine: not what the system of this one gives to a process."""
+    """Return those that hold on any machine: not what the system of this one gives to a process."""
     return without_the_machines(of_this_process())
 
 
@@ -75,7 +75,7 @@ def without_the_machines(settings: Settings) -> Settings:
 
 
 def inherited() -> Settings:
-    """Returns those of them that any child of this process has from the system."""
+    """Return those of them that any child of this process has from the system."""
     return tuple(_of_the_system().items())
 
 
@@ -91,14 +91,14 @@ def _of_the_system() -> dict[str, object]:
 
 
 def apply(settings: Settings) -> None:
-    """Takes over what differs here. What the system does not allow is left as it is."""
+    """Take over what differs here. What the system does not allow is left as it is."""
     for name, value in settings:
         with contextlib.suppress(OSError, ValueError, locale.Error):
             _APPLY[name](value)
 
 
 def _umask() -> int:
-    """Returns it as the kernel tells it: to ask for it is to change it, for all threads."""
+    """Return it as the kernel tells it: to ask for it is to change it, for all threads."""
     with contextlib.suppress(OSError):
         found = _UMASK.search(Path("/proc/self/status").read_text(encoding="utf-8", errors="replace"))
         if found:
@@ -145,7 +145,7 @@ def _set_locale(value: str) -> None:
 
 
 def _of_torch() -> dict[str, object]:
-    """Returns what is not as torch has it at first."""
+    """Return what is not as torch has it at first."""
     import torch
     import torch.multiprocessing
 
@@ -210,7 +210,7 @@ def _set_numpy(value: tuple[tuple[str, Any], ...]) -> None:
 
 
 def _timer_slack() -> int:
-    """Returns by how many nanoseconds timers of this thread may be late."""
+    """Return by how many nanoseconds timers of this thread may be late."""
     return int(_libc.prctl(_PR_GET_TIMERSLACK, 0, 0, 0, 0))
 
 
@@ -222,7 +222,7 @@ def _set_timer_slack(nanoseconds: int) -> None:
 
 
 def _warning_filters() -> tuple[tuple[object, ...], ...]:
-    """Returns the filters of warnings, less those of classes that are the script's own."""
+    """Return the filters of warnings, less those of classes that are the script's own."""
     return tuple(
         (action, _pattern(text), f"{kind.__module__}:{kind.__qualname__}", _pattern(module), line)
         for action, text, kind, module, line in warnings.filters[:_MOST_FILTERS]
@@ -236,7 +236,7 @@ def _pattern(found: re.Pattern[str] | str | None) -> tuple[str, int] | str | Non
 
 
 def _set_warning_filters(value: tuple[tuple[Any, ...], ...]) -> None:
-    """Takes over what differs here."""
+    """Take over what differs here."""
     if value == _warning_filters():
         return
     found = []
@@ -260,7 +260,7 @@ def _warning_class(name: str) -> object:
 
 
 def _held_by(module: str, qualname: str) -> object:
-    """Returns what a module that is imported holds under this name, or None."""
+    """Return what a module that is imported holds under this name, or None."""
     found: Any = sys.modules.get(module)
     for part in qualname.split("."):
         found = getattr(found, part, None)

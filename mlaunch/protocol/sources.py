@@ -14,7 +14,7 @@ _known: dict[str, None] = {}  # names, the latest last
 
 
 def of_code(code: CodeType, told: set[str]) -> Source | None:
-    """Returns the source of code that no file holds; None: there is no such, or it is in ``told``, to which it adds."""
+    """Return the source of code that no file holds; None: there is no such, or it is in ``told``, to which it adds."""
     file = code.co_filename
     entry = linecache.cache.get(file)
     if entry is None or len(entry) != 4 or entry[1] is not None or file in told:  # with a time, it is read from a file
@@ -24,14 +24,14 @@ def of_code(code: CodeType, told: set[str]) -> Source | None:
 
 
 def take(source: Source) -> None:
-    """Makes it known in this process."""
+    """Make it known in this process."""
     file, text = source
     linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
     know(file)
 
 
 def know(file: str) -> None:
-    """Notes that a source was made known, and forgets the oldest: ranks that stay run cells for days."""
+    """Note that a source was made known, and forgets the oldest: ranks that stay run cells for days."""
     _known.pop(file, None)
     _known[file] = None
     if len(_known) > _MOST:

@@ -13,7 +13,7 @@ from mlaunch.protocol.settings import Settings
 
 
 def new_launch_id() -> str:
-    """Returns one that no other launch has."""
+    """Return one that no other launch has."""
     return os.urandom(6).hex()
 
 
@@ -159,16 +159,16 @@ class LaunchSpec:
 
     @property
     def callers_signals(self) -> tuple[int, ...]:
-        """Signals that ask a feature's part in the caller for something (its section's ``signals``), and no rank."""
+        """Return the signals that are for a feature's part in the caller: its section's ``signals``."""
         return tuple(number for section in self.sections.values() for number in getattr(section, "signals", ()))
 
     @property
     def seconds(self) -> float | None:
-        """What is left of the deadline when this attempt begins."""
+        """Return what is left of the deadline when this attempt begins."""
         return self.call.deadline if self.call.time_left is None else self.call.time_left
 
     def device(self, local_rank: int) -> str:
-        """Says "cpu", or the device as the machine numbers it, "cuda:2"; "" where that is not known."""
+        """Return "cpu", or the device as the machine numbers it, "cuda:2"; "" where that is not known."""
         if self.devices.type in {"cpu", ""}:
             return self.devices.type
         shown = self.devices.visible.split(",") if self.devices.visible else []
@@ -186,14 +186,14 @@ class LaunchSpec:
 
 
 def details_of(spec: LaunchSpec, held: int = 0) -> Details:
-    """Returns a launch's details. ``held``: descriptors that its processes are to hold."""
+    """Return a launch's details. ``held``: descriptors that its processes are to hold."""
     context = spec.context
     environ = {name: context.environ[name] for name in context.of_call}
     return Details(spec.call, context.argv, context.settings, context.source, context.given, environ, held)
 
 
 def with_details(spec: LaunchSpec, details: Details) -> LaunchSpec:
-    """Returns the launch with these details."""
+    """Return the launch with these details."""
     bare = {name: value for name, value in spec.context.environ.items() if name not in spec.context.of_call}
     own = {name: getattr(details, name) for name in ("argv", "settings", "source", "given")}
     environ, of_call = {**bare, **details.environ}, tuple(details.environ)
@@ -202,6 +202,6 @@ def with_details(spec: LaunchSpec, details: Details) -> LaunchSpec:
 
 
 def shape_of(spec: LaunchSpec) -> LaunchSpec:
-    """Returns the launch less its details and what is its own: of two that are equal then, one can serve the other."""
+    """Return the launch less its details and what is its own: of two that are equal then, one can serve the other."""
     bare = with_details(spec, Details(CallFacts("", None), ()))
     return dataclasses.replace(bare, launch_id="", secret="")

@@ -29,7 +29,7 @@ _ESCAPE = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U00(?:0[0-9a-f]|10)[0-9a-f
 
 
 def answer_requests(fd: int) -> None:
-    """Makes this rank's faulthandler answer the signals from now on, by writing into ``fd``.
+    """Make this rank's faulthandler answer the signals from now on, by writing into ``fd``.
 
     It must not block: a full pipe costs the end of a stack, not the rank. Only the main thread may call this.
     """
@@ -42,7 +42,7 @@ def answer_requests(fd: int) -> None:
 
 
 def in_letters(text: str) -> str:
-    """Returns what faulthandler has written with the names of files and functions as they are: it writes ASCII.
+    """Return what faulthandler has written with the names of files and functions as they are: it writes ASCII.
 
     What cannot be printed stays as it is written, be it the end of a line or what is no text (PEP 383).
     """
@@ -56,7 +56,7 @@ def _letter(escape: re.Match[str]) -> str:
 
 
 def is_whole(text: str) -> bool:
-    """Tells whether the main thread is written down to the bottom of its stack; faulthandler writes it last.
+    """True if the main thread is written down to the bottom of its stack; faulthandler writes it last.
 
     It writes a line in pieces: only one that has its end counts. What precedes the head is an earlier stack's end.
     """
@@ -65,13 +65,13 @@ def is_whole(text: str) -> bool:
 
 
 def text_of(frames: Sequence[tuple[str, str, str]]) -> str:
-    """Returns (file, line, name) of frames, innermost first, as faulthandler writes them."""
+    """Return (file, line, name) of frames, innermost first, as faulthandler writes them."""
     rows = (f'  File "{file}", line {line} in {name}\n' for file, line, name in frames)
     return "".join((f"Stack {_HEAD}\n", *rows))
 
 
 def main_frames(text: str) -> list[tuple[str, str, str]]:
-    """Returns (file, line, name) of the main thread's frames above the launcher's, innermost first."""
+    """Return (file, line, name) of the main thread's frames above the launcher's, innermost first."""
     frames: list[tuple[str, str, str]] = []
     for row in text[: text.rfind("\n") + 1].splitlines():  # the last line may be there in part
         match = _FRAME.match(row)

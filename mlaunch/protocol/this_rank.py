@@ -21,12 +21,12 @@ call = 0  # the number of the call that it answers, where ranks stay for several
 
 
 def become(rank: ThisRank) -> None:
-    """Notes that this process is a rank from now on."""
+    """Note that this process is a rank from now on."""
     global this_rank  # noqa: PLW0603 - a fact about this process
     this_rank = rank
 
 
 def begin_call(number: int) -> None:
-    """Notes which call the rank answers from now on."""
+    """Note which call the rank answers from now on."""
     global call  # noqa: PLW0603 - a fact about this process
     call = number

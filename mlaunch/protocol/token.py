@@ -17,13 +17,13 @@ _COST, _BLOCKS = 1 << 14, 8  # 16 MiB and some hundredths of a second for each g
 
 
 def draw() -> str:
-    """Draws one for a launch whose machines are told it."""
+    """Draw one for a launch whose machines are told it."""
     return _DRAWN + os.urandom(16).hex()
 
 
 @functools.lru_cache(maxsize=8)  # a call for each step of a sweep has the same
 def key_of(token: str) -> str:
-    """Returns what its machines prove to each other that they have."""
+    """Return what its machines prove to each other that they have."""
     if token.startswith(_DRAWN):
         return token
     import hashlib  # which most commands need not
@@ -32,7 +32,7 @@ def key_of(token: str) -> str:
 
 
 def check(token: str | None, source: str) -> None:
-    """Raises ValueError, which does not show the token, for a token that is not valid UTF-8: it cannot be proved."""
+    """Raise ValueError, which does not show the token, for a token that is not valid UTF-8: it cannot be proved."""
     try:
         (token or "").encode()
     except UnicodeEncodeError:

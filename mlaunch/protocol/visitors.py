@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from mlaunch.base.peer_process import is_this_user, peer_process, rights_lacking_to_peer
-from mlaunch.features import FEATURES
+from mlaunch.features import FEATURES, with_hook
 from mlaunch.protocol import registry
 from mlaunch.protocol.messages import AgentsEnd, Told
 
@@ -46,12 +46,12 @@ class Reception:
         self._listener: socket.socket | None = None
 
     def open(self) -> None:
-        """Begins to listen, if there is a place for it."""
+        """Begin to listen, if there is a place for it."""
         with contextlib.suppress(OSError):  # a full disk, a directory that is not ours: a launch needs no visitors
             self._listener = registry.listen(self._environ, self._name)
 
     def close(self) -> None:
-        """Lets go of all who have come, and can be found no more; a fork of the owner lets go alone."""
+        """Let go of all who have come, and can be found no more; a fork of the owner lets go alone."""
         for visitor in [*self._visitors.values(), *self._stoppers, *(guest for guest, *_ in self._guests)]:
             visitor.close()
         if self._listener is not None:
@@ -61,11 +61,11 @@ class Reception:
         self._visitors, self._stoppers, self._listener = {}, [], None
 
     def fds(self) -> list[int]:
-        """Returns what is to be watched."""
+        """Return what is to be watched."""
         return [*([] if self._listener is None else [self._listener.fileno()]), *self._visitors]
 
     def take(self, ready: Collection[int]) -> list[tuple[socket.socket, bytes]]:
-        """Returns who wants to know what; those who said nothing that we know are sent away.
+        """Return who wants to know what; those who said nothing that we know are sent away.
 
         Who asks the launch to end is noted, and hears of its end by ours.
         """
@@ -104,23 +104,23 @@ class Reception:
         return None if self._request is None else self._request[1]
 
     def take_request(self) -> tuple[str, int] | None:
-        """Returns which feature is asked, and by which process, once; None: none is."""
+        """Return which feature is asked, and by which process, once; None: none is."""
         request, self._request = self._request, None
         return request
 
     def take_guests(self) -> list[tuple[socket.socket, str, str]]:
-        """Returns who has come to a feature, with its name and what was said to it, once."""
+        """Return who has come to a feature, with its name and what was said to it, once."""
         guests, self._guests = self._guests, []
         return guests
 
     def let_stoppers_go(self) -> None:
-        """Tells those who wait for the end that it has come, as far as they asked for it."""
+        """Tell those who wait for the end that it has come, as far as they asked for it."""
         for visitor in self._stoppers:
             visitor.close()
         self._stoppers = []
 
     def _welcome(self, listener: socket.socket) -> None:
-        """Accepts a visitor. Too many that say nothing make way, the oldest first: the listener would stay readable."""
+        """Accept a visitor. Too many that say nothing make way, the oldest first: the listener would stay readable."""
         try:
             visitor, _ = listener.accept()
         except BlockingIOError:  # who came has left
@@ -146,25 +146,27 @@ def _word_of(visitor: socket.socket) -> bytes:
     with contextlib.suppress(OSError):
         word = visitor.recv(_WORD_LIMIT)
         asked, _, said = word.removeprefix(ASK).removeprefix(VISIT).partition(b" ")
-        is_known = asked in {one.name.encode() for one in FEATURES if one.visited}
-        for_feature = word.startswith(VISIT) or (word.startswith(ASK) and not said)
-        return word if word in _WORDS or (for_feature and is_known and word.isascii()) else b""
+        hook = (
+            "agent.welcome" if word.startswith(VISIT) else "agent.visited" if word.startswith(ASK) and not said else ""
+        )
+        is_known = asked in {one.name.encode() for one in with_hook(hook)}
+        return word if word in _WORDS or (is_known and word.isascii()) else b""
     return b""
 
 
 def pid_of(visitor: socket.socket) -> int:
-    """Returns the process that has connected; 0 if it is of another namespace."""
+    """Return the process that has connected; 0 if it is of another namespace."""
     return peer_process(visitor)[0]
 
 
 def answer(visitor: socket.socket, status: Mapping[str, Any]) -> None:
-    """Gives a visitor what was asked for, and says farewell."""
+    """Give a visitor what was asked for, and says farewell."""
     with contextlib.suppress(OSError), visitor:
         send(visitor, status)
 
 
 def send(visitor: socket.socket, status: Mapping[str, Any]) -> None:
-    """Gives a visitor what was asked for. OSError: it is gone."""
+    """Give a visitor what was asked for. OSError: it is gone."""
     memfd = in_memory(status)
     try:
         socket.send_fds(visitor, [b"."], [memfd])
@@ -182,7 +184,7 @@ def tell_launcher(launcher: AgentsEnd, number: int, status: Mapping[str, Any]) -
 
 
 def in_memory(status: Mapping[str, Any]) -> int:
-    """Returns a memory file with the status in JSON."""
+    """Return a memory file with the status in JSON."""
     memfd = os.memfd_create("mlaunch-status", os.MFD_CLOEXEC)
     with open(memfd, "w", encoding="utf-8", closefd=False) as file:
         # JSON, so that one version's command can ask another's launch.
@@ -191,7 +193,7 @@ def in_memory(status: Mapping[str, Any]) -> int:
 
 
 def read_status(memfd: int) -> dict[str, Any]:
-    """Reads one, and closes it."""
+    """Read one, and closes it."""
     with open(memfd, encoding="utf-8") as file:
         file.seek(0)
         status: dict[str, Any] = json.load(file)
@@ -199,7 +201,7 @@ def read_status(memfd: int) -> dict[str, Any]:
 
 
 def ask(connection: socket.socket, word: bytes, timeout: float | None) -> dict[str, Any] | None:
-    """Asks a launch, as who has come; None: it has ended meanwhile, or does not answer within these seconds."""
+    """Ask a launch, as who has come; None: it has ended meanwhile, or does not answer within these seconds."""
     connection.settimeout(timeout)
     with contextlib.suppress(TimeoutError, ConnectionError, BrokenPipeError):
         connection.send(word)

@@ -48,7 +48,7 @@ class _Unpickler(pickle._Unpickler):
         return stand_in
 
     def _on(self, load: Callable[[Any], None], operands: int) -> None:
-        """Does what an operation of the pickle does to the top of the stack; a stand-in is left there if it fails."""
+        """Do what an operation of the pickle does to the top of the stack; a stand-in is left there if it fails."""
         depth, of = len(self.stack) - operands, self.stack[-operands:]
         try:
             load(self)
@@ -59,7 +59,7 @@ class _Unpickler(pickle._Unpickler):
             self._made_of.setdefault(id(self.stack[-1]), self.stack[-1:]).extend(of)
 
     def path(self, whole: object, stand_in: _StandIn) -> list[str]:
-        """Returns the names under which it stands, from outside: of globals, keys, attributes; the shortest way."""
+        """Return the names under which it stands, from outside: of globals, keys, attributes; the shortest way."""
         ways: list[tuple[object, list[str]]] = [(whole, [])]
         seen = {id(whole)}
         for found, names in ways:
@@ -72,7 +72,7 @@ class _Unpickler(pickle._Unpickler):
         return []
 
     def _parts(self, found: Any) -> Iterator[tuple[str, object]]:
-        """Yields what an object holds, with its name there, "" if it has none."""
+        """Yield what an object holds, with its name there, "" if it has none."""
         if isinstance(found, dict):
             yield from ((key if isinstance(key, str) else "", part) for key, part in list(found.items()))
         elif isinstance(found, list | tuple | set | frozenset):
@@ -93,7 +93,7 @@ class _Unpickler(pickle._Unpickler):
 
 
 def culprit(stream: bytes | memoryview, buffers: Iterable[Any]) -> str:
-    """Says what could not be made, where it stands, and what to do; "" if it can be, the second time."""
+    """Return what could not be made, where it stands, and what to do; "" if it can be, the second time."""
     unpickler, whole = _Unpickler(io.BytesIO(stream), buffers=buffers), None
     try:
         whole = unpickler.load()
@@ -106,7 +106,7 @@ def culprit(stream: bytes | memoryview, buffers: Iterable[Any]) -> str:
 
 
 def _made(error: Exception) -> str:
-    """Names the class, function or module that pickle was busy with."""
+    """Return the name of the class, function or module that pickle was busy with."""
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         if frame.f_globals.get("__name__") != "pickle":
             continue
@@ -127,7 +127,7 @@ def _name_of(found: Any, args: Sequence[Any]) -> str:
 
 
 def _attributes(found: Any) -> Iterator[tuple[str, object]]:
-    """Yields those of an object; of a function what it uses."""
+    """Yield those of an object; of a function what it uses."""
     if code := getattr(found, "__code__", None):
         for name, cell in zip(code.co_freevars, getattr(found, "__closure__", None) or (), strict=False):
             try:

@@ -667,7 +667,7 @@ def test_a_directory_that_is_gone(tmp_path: Path) -> None:
         (["--numa-binding", "near", "x.py"], "--numa-binding near: allowed: node, socket, exclusive, core-complex, or "
          "CPUs of each local rank such as '0-7;8-15'\n"),
         (["--numa-memory", "bind", "x.py"], "--numa-memory bind without --numa-binding: memory goes with the CPUs that "
-         "a rank is bound to; give --numa-binding node, or another of its values, too\n"),
+         "a rank is bound to; allowed: with --numa-binding\n"),
         (["--numa-binding", "node", "--numa-memory", "near", "x.py"], "--numa-memory near: allowed: preferred, bind\n"),
         (["--error-file", "nowhere/why.json", "x.py"], "--error-file nowhere/why.json: allowed: the path of a file, in "
          "a directory that is there\n"),

@@ -233,10 +233,10 @@ def test_where_the_machines_meet(args: list[str], host: str, port: int, rank: in
 
 
 def test_the_time_to_join() -> None:
-    assert job().join_timeout == 300
-    assert job("--rdzv-conf", "timeout=9").join_timeout == 9
-    assert job("--rdzv-conf", "join_timeout=5,timeout=9").join_timeout == 5
-    assert job("--rdzv-conf", "timeout=9,join_timeout=5").join_timeout == 5
+    assert job().asked.join_timeout == 300
+    assert job("--rdzv-conf", "timeout=9").asked.join_timeout == 9
+    assert job("--rdzv-conf", "join_timeout=5,timeout=9").asked.join_timeout == 5
+    assert job("--rdzv-conf", "timeout=9,join_timeout=5").asked.join_timeout == 5
 
 
 def test_a_file_with_a_colon_in_its_name(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,10 +250,10 @@ def test_a_file_with_a_colon_in_its_name(tmp_path: Any, monkeypatch: pytest.Monk
 
 
 def test_the_grace_period_is_torchruns() -> None:
-    assert job().grace_period == 30
-    assert job(TORCH_ELASTIC_SHUTDOWN_TIMEOUT="7").grace_period == 7
-    assert job("--shutdown-timeout", "0").grace_period == 0
-    assert job("--grace-period", "2.5").grace_period == 2.5
+    assert job().asked.grace_period == 30
+    assert job(TORCH_ELASTIC_SHUTDOWN_TIMEOUT="7").asked.grace_period == 7
+    assert job("--shutdown-timeout", "0").asked.grace_period == 0
+    assert job("--grace-period", "2.5").asked.grace_period == 2.5
 
 
 def test_a_grace_period_that_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -265,7 +265,9 @@ def test_a_grace_period_that_is_none(monkeypatch: pytest.MonkeyPatch, capsys: py
         assert capsys.readouterr().err == said
 
 
-GIVEN = {  # for each option that a flag sets: what is given, and what becomes of it
+GIVEN: dict[
+    str, tuple[list[str], object]
+] = {  # for each option that a flag sets: what is given, and what becomes of it
     "events": (["--events", "events.jsonl"], "events.jsonl"),
     "n_gpus": (["--nproc-per-node", "3"], 3),
     "world_size": (["--nnodes", "2", "--master-port", "1"], 6),
@@ -284,20 +286,24 @@ GIVEN = {  # for each option that a flag sets: what is given, and what becomes o
     "oversubscribe": (["--oversubscribe"], True),
     "numa": (["--numa-binding", "0-3;4"], "0-3;4"),
     "numa_memory": (["--numa-binding", "node", "--numa-memory", "bind"], "bind"),
+    "profile": (["--profile", "t"], "t"),
+    "profile_steps": (["--profile", "t", "--profile-steps", "2,4"], (2, 4)),
+    "profile_ranks": (["--profile", "t", "--profile-ranks", "0,2"], (0, 2)),
 }
 # Seen to by the command itself: test_devices, test_engines_by_name, test_flags_of_the_output.
-ELSEWHERE = {"lease", "devices", "engine", "log_dir"}
+ELSEWHERE = {"lease", "devices", "engine", "log_dir", "max_preemptions"}
 
 
 def test_the_flags_of_options(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "token").write_text("hush\n")
-    known = {name for action in flags.parser("mlaunch run", {})._actions for name in action.option_strings}
-    stated = {field.name: about(field.name).flag for field in fields(Options) if about(field.name).flag}
-    assert set(stated.values()) <= known
-    assert stated.keys() == GIVEN.keys() | ELSEWHERE
+    parser = flags.parser("mlaunch run", {})
+    known = {name for action in parser._actions for name in action.option_strings}
+    assert {name for flag in flags.FLAGS.values() for name in flag.names} <= known
+    assert {flag.group for flag in flags.FLAGS.values()} <= {group.title for group in parser._action_groups}
+    assert flags.FLAGS.keys() == GIVEN.keys() | ELSEWHERE
     for name, (args, value) in GIVEN.items():
-        assert stated[name] in args
+        assert flags.FLAGS[name].names[0] in args
         assert getattr(job(*args).options(3), name) == value
 
 

@@ -167,6 +167,49 @@ def test_nobody_imports_a_feature_but_itself() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+# What the core calls of features' files: functions there, or methods of their parts.
+HOOKS = {
+    "caller.acquire", "caller.adapt", "caller.handle", "caller.of_deadline", "caller.server", "caller.watch",
+    "agent.part", "agent.visited", "agent.welcome", "rank.at_breakpoint", "rank.part", "member.part", "command.findings",
+}  # fmt: skip
+
+
+METHODS = {"acquire", "visited", "welcome"}
+
+
+def names_of(paths: list[Path]) -> set[str]:
+    """What files define at their top, or import there."""
+    found = set()
+    for node in (node for path in paths for node in tree_of(path).body):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Assign):
+            found |= {ast.unparse(target) for target in node.targets}
+    return found
+
+
+def methods_of(paths: list[Path]) -> set[str]:
+    classes = [node for path in paths for node in tree_of(path).body if isinstance(node, ast.ClassDef)]
+    return {item.name for node in classes for item in node.body if isinstance(item, ast.FunctionDef)}
+
+
+def test_features_have_the_hooks_that_they_list() -> None:
+    """And list those that they have: the core does not load a file to look."""
+    for feature in FEATURES:
+        has = set()
+        for hook in HOOKS:
+            process, _, name = hook.partition(".")
+            folder = ROOT / "mlaunch" / feature.name / process
+            entry = [path for path in (folder.with_suffix(".py"), folder / "__init__.py") if path.exists()]
+            found = methods_of([*entry, *folder.glob("*.py")]) if name in METHODS else names_of(entry)
+            has |= {hook} if name in found else set()
+        # Each agent's file has a part; listed is one that is made with the launch.
+        assert has - ({"agent.part"} - {*feature.hooks}) == {*feature.hooks}, feature.name
+        assert all((ROOT / "mlaunch" / feature.name / path).exists() for path in feature.runs)
+
+
 # Which have left the core, down to its comments.
 WORDS_OF_FEATURES = ("zygote", "widget", "display_pub", "scriptrank", "virtual_local_rank", "linkedpeers")
 WORDS_IN_NAMES = ("debug",)  # in no name that the core gives

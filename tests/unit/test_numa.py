@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from mlaunch.base import cores
-from mlaunch.core.load import as_flag
 from mlaunch.numa import command, member
 from mlaunch.numa.caller import order
 from mlaunch.numa.caller.machine_devices import devices_of
@@ -21,6 +20,7 @@ from mlaunch.numa.rank.binding import Binding, bindings, lines, threads_of
 from mlaunch.numa.rank.seats import seats_of
 from mlaunch.numa.rank.topology import Topology
 from mlaunch.numa.wire import MODES, NumaOrder, PciDevice
+from mlaunch.run.command.flags import as_flag
 
 
 @dataclass

@@ -16,8 +16,9 @@ import mlaunch
 from mlaunch import launcher
 from mlaunch.agent.scene import AgentParts
 from mlaunch.core import load
-from mlaunch.core.load import CallerParts, as_flag, as_keyword
+from mlaunch.core.load import CallerParts, as_keyword
 from mlaunch.features import Feature
+from mlaunch.run.command.flags import as_flag
 
 NOTES = """
 from mlaunch.core.parts import CallerPart
@@ -66,8 +67,8 @@ def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (tmp_path / name / "rank.py").write_text(dedent(RANK))
     monkeypatch.setattr(mlaunch, "__path__", [*mlaunch.__path__, str(tmp_path)])
     features = (
-        Feature("first", ("seed",), lambda given: given["seed"] is not None, processes=("rank",)),
-        Feature("second", ("log_dir",), lambda given: given["log_dir"] is not None, processes=("rank",)),
+        Feature("first", ("seed",), lambda given: given["seed"] is not None, hooks=("rank.part",)),
+        Feature("second", ("log_dir",), lambda given: given["log_dir"] is not None, hooks=("rank.part",)),
     )
     monkeypatch.setattr("mlaunch.features.FEATURES", features)
     monkeypatch.setattr(load, "FEATURES", features)
@@ -185,8 +186,8 @@ def test_what_surrounds_a_function_is_left_if_another_part_refuses(monkeypatch: 
     said: list[str] = []
     rooms = {"first": Around(said), "second": Around(said, fails=True)}
     monkeypatch.setattr(load, "module_of", lambda name, _: SimpleNamespace(part=lambda *_: rooms[name]))
-    features = [Feature(name, (), bool, processes=("rank",)) for name in rooms]
-    monkeypatch.setattr(load, "FEATURES", features)
+    features = [Feature(name, (), bool, hooks=("rank.part",)) for name in rooms]
+    monkeypatch.setattr("mlaunch.features.FEATURES", features)
     with pytest.raises(OSError, match="no room"):
         load.RankParts(SimpleNamespace(sections=dict.fromkeys(rooms), rank=int), 0, {}).around_call()  # type: ignore[arg-type]
     assert said == ["entered", "left"]
@@ -200,7 +201,7 @@ def test_a_command_that_lacks_a_library_is_no_feature_that_is_not_there(monkeypa
         return find
 
     monkeypatch.setattr(load, "module_of", lack("mlaunch.{}"))
-    assert load.commands() == {}
+    assert list(load.findings()) == []
     monkeypatch.setattr(load, "module_of", lack("rich"))
     with pytest.raises(ModuleNotFoundError):
-        load.commands()
+        list(load.findings())

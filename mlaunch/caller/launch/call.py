@@ -55,7 +55,7 @@ TRIES = 3
 def call_on_ranks(
     options: Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Ended:
-    """Runs the function once per device; returns how the last attempt ended."""
+    """Run the function once per device; returns how the last attempt ended."""
     name = f"{getattr(function, '__qualname__', type(function).__qualname__)}()"
     if options.features:
         from mlaunch.core.load import adapted  # which most calls do not need
@@ -242,7 +242,7 @@ def planned(
 
 
 def server_for(options: Options, call: Call, environ: Mapping[str, str]) -> ForkServer:
-    """Returns the fork server that the start method asks for; its owner closes one that is not the warm one."""
+    """Return the fork server that the start method asks for; its owner closes one that is not the warm one."""
     if options.start_method == "forkserver":
         return warm_server.get(environ)
     if options.start_method == "spawn":

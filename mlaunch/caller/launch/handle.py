@@ -117,11 +117,11 @@ class LaunchHandle:
         return [f"{first}, {said}" if said else first, *others]
 
     def fileno(self) -> int:
-        """Returns a descriptor that can be read when ``step`` has something to do."""
+        """Return a descriptor that can be read when ``step`` has something to do."""
         return self.relay.fileno()
 
     def tell_part(self, feature: str, word: object) -> None:
-        """Sends a feature's part in the agent a word about the present call, as soon as there are ranks."""
+        """Send a feature's part in the agent a word about the present call, as soon as there are ranks."""
         self._unsent.append((feature, word))
         self._send_words()
 
@@ -132,16 +132,16 @@ class LaunchHandle:
             self.agent.try_send(ForPart(feature, self._present_call, word))
 
     def intact(self) -> bool:
-        """Tells whether the descriptors are still its own: others may have closed them and opened files."""
+        """True if the descriptors are still its own: others may have closed them and opened files."""
         return self.relay.intact() and self.agent.intact()
 
     def timeout(self) -> float | None:
-        """Returns the seconds until ``step`` is due though nothing can be read; None: it is not."""
+        """Return the seconds until ``step`` is due though nothing can be read; None: it is not."""
         due = (self.relay.timeout(), self._limits.timeout(), self._watchers.timeout())
         return min((seconds for seconds in due if seconds is not None), default=None)
 
     def step(self, readable: Events | None = None) -> bool:
-        """Takes in what has come, without waiting; False after the launch's last word.
+        """Take in what has come, without waiting; False after the launch's last word.
 
         ``readable``: what can be read, if that is known from the relay; it is asked for otherwise.
         """
@@ -160,7 +160,7 @@ class LaunchHandle:
         return False
 
     def _take_answers(self, ready: set[int]) -> None:
-        """Takes in what ranks have sent without their agent."""
+        """Take in what ranks have sent without their agent."""
 
     def drive(self) -> Steps:
         """Wait for the launch's last process. An interrupt ends the launch, and is how it ended.
@@ -181,7 +181,7 @@ class LaunchHandle:
         return self.end()
 
     def end(self) -> Ended:
-        """Says how it ended, after its last word, and shows what ranks printed last; raises as ``drive``."""
+        """Return how it ended, after its last word, and show what ranks printed last; raises as ``drive``."""
         self._finish_output()
         if self.never_began and self.outcome.interrupt is None:
             raise ServerGoneError(
@@ -198,7 +198,7 @@ class LaunchHandle:
 
     @property
     def answered(self) -> bool:
-        """Tells whether all ranks have returned, so that it is too late to end it."""
+        """True if all ranks have returned, so that it is too late to end it."""
         return len(self.outcome.values) + len(self.outcome.silent) >= self.spec.local_world_size
 
     def end_for(self, failure: RankFailure) -> None:
@@ -207,13 +207,13 @@ class LaunchHandle:
         self.ask_to_end()
 
     def ask_to_end(self) -> None:
-        """Asks for its end without waiting for it, which ``step`` hears of."""
+        """Ask for its end without waiting for it, which ``step`` hears of."""
         self.ending = True
         self._limits.begin_cancel(force=False)
         self.agent.try_send(Cancel())
 
     def report(self) -> Callable[[], LaunchReport]:
-        """Notes what has happened so far; what it returns reports it."""
+        """Note what has happened so far; what it returns reports it."""
         return self.history.report(self.outcome, self.relay.output.tails())
 
     def close(self) -> None:
@@ -224,7 +224,7 @@ class LaunchHandle:
         self.history.close()
 
     def _finish_output(self) -> None:
-        """Shows what ranks printed last. Who does not read it holds up no error, nor the deadline."""
+        """Show what ranks printed last. Who does not read it holds up no error, nor the deadline."""
         until = math.inf if self.spec.call.deadline is None else self.history.begun + self.spec.call.deadline
         try:
             self.relay.finish(0.0 if self.outcome.failed else until, stays=self.spec.stays)
@@ -232,7 +232,7 @@ class LaunchHandle:
             self.outcome.interrupted_by(interrupt)
 
     def _cancel(self, by: int) -> None:
-        """Ends the launch, for that signal if one came; if interrupted again, without more grace."""
+        """End the launch, for that signal if one came; if interrupted again, without more grace."""
         force = over = False
         self.ending = True
         while not over:
@@ -245,7 +245,7 @@ class LaunchHandle:
                 force = True
 
     def _hear_out(self) -> None:
-        """Hears the launch to its last word, even if this process is too short of files to take in its answers."""
+        """Hear the launch to its last word, even if this process is too short of files to take in its answers."""
         over = False
         while not over:
             with contextlib.suppress(OSError):
@@ -254,7 +254,7 @@ class LaunchHandle:
                     interrupts.wait_readable([self.fileno()], self.timeout())
 
     def _hear(self) -> bool:
-        """Takes in one record; False after the last."""
+        """Take in one record; False after the last."""
         record, fds = self.agent.hear()
         if record is None:
             self.never_began = not self._has_begun and not self.outcome.broken and not self.ending
@@ -282,7 +282,7 @@ class LaunchHandle:
         return True
 
     def _press(self) -> bool:
-        """Kills what does not answer, as an agent that somebody has stopped; False if nobody is left to hear."""
+        """Kill what does not answer, as an agent that somebody has stopped; False if nobody is left to hear."""
         killed = self._limits.kill_if_overdue()
         if killed is not Killed.NONE and not self.outcome.broken:
             late = self.outcome.interrupt is None and self.spec.call.deadline is not None
@@ -303,7 +303,7 @@ class LaunchHandle:
             self.relay.output.say(words)
 
     def _note(self, record: PartSays) -> None:
-        """Notes what a feature's part in the agent has to say."""
+        """Note what a feature's part in the agent has to say."""
         from mlaunch.core.load import module_of  # which most launches do not need
 
         note = module_of(record.feature, "caller").noted(record.news, self.spec.call.name)

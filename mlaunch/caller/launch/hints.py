@@ -54,7 +54,7 @@ _HINTS = {
 
 
 def hints_of(failure: RankFailure) -> list[str]:
-    """Says what to do about the failure, a line each; nothing if nothing is known."""
+    """Return what to do about the failure, a line each; nothing if nothing is known."""
     if failure.exitcode == -signal.SIGABRT and _COLLECTIVES in failure.traceback and not failure.hints:
         return [_STARTING if _MAKES_GROUPS.search(failure.traceback) else _ABORTED]
     known = _NO_MODULE if _OF_THE_CALL in failure.traceback else ""
@@ -62,7 +62,7 @@ def hints_of(failure: RankFailure) -> list[str]:
 
 
 def of_value(error: BaseException) -> str:
-    """Says what to return instead of a value that cannot be made here, if that is known."""
+    """Return what to return instead of a value that cannot be made here, if that is known."""
     if "process group has not been initialized" not in str(error):
         return ""
     return (
@@ -72,7 +72,7 @@ def of_value(error: BaseException) -> str:
 
 
 def tell_imports(name: str, board: Board | None) -> None:
-    """Says which package each call imports anew: after the second call that took long for it, once per package."""
+    """Tell which package each call imports anew: after the second call that took long for it, once per package."""
     package, seconds = board.imported(0) if board is not None else ("", "")
     if not package:
         return

@@ -60,22 +60,22 @@ class Outcome:
     interrupt: BaseException | None = None  # Ctrl-C, or what another signal handler raised
 
     def take(self, record: AgentSays, fds: Sequence[int]) -> None:
-        """Takes in a record of the agent, with its descriptors if it has a use for them."""
+        """Take in a record of the agent, with its descriptors if it has a use for them."""
         taker = _TAKERS.get(type(record))
         if taker is not None:
             taker(self, record, fds)
 
     def interrupted_by(self, interrupt: BaseException) -> None:
-        """Takes in Ctrl-C, or what another signal handler raised; the first counts."""
+        """Take in Ctrl-C, or what another signal handler raised; the first counts."""
         self.interrupt = self.interrupt or interrupt
 
     def broken_by(self, why: str, *, late: bool = False) -> None:
-        """Takes in what has ended the launch outside its ranks; the first counts. ``late``: after its deadline."""
+        """Take in what has ended the launch outside its ranks; the first counts. ``late``: after its deadline."""
         self.broken, self.late = self.broken or why, self.late or late
 
     @property
     def failed(self) -> bool:
-        """Tells whether there will be an error instead of values."""
+        """True if there will be an error instead of values."""
         return bool(self.failures or self.stopped or self.broken or self.refused or self.interrupt)
 
     @property
@@ -83,7 +83,7 @@ class Outcome:
         return range(self.spec.rank_start, self.spec.rank_start + self.spec.local_world_size)
 
     def doing(self) -> list[str]:
-        """Says what ranks were doing that were stopped, and who had left before."""
+        """Return what ranks were doing that were stopped, and who had left before."""
         left = sorted(set(self.silent) - self.stopped)
         how = "had exited with code 0" + (" without returning a value" if self.spec.target is None else "")
         return [*summarise(self.stacks.values()), *([f"{name_ranks(left)} {how}"] if left else [])]
@@ -94,7 +94,7 @@ class Outcome:
         self.values = {}
 
     def _take_start(self, record: RanksStarting, _fds: Sequence[int]) -> None:
-        """Takes in what only all machines together know."""
+        """Take in what only all machines together know."""
         self.spec = dataclasses.replace(
             self.spec, launch_id=record.launch_id, rank_start=record.rank_start, world_size=record.world_size
         )
@@ -135,12 +135,12 @@ class Outcome:
         (self.failures if costs else self.late_ends).append(failure)
 
     def _should_have_stayed(self) -> bool:
-        """Tells whether nobody has asked ranks that stay to leave, and none has failed before but as a consequence."""
+        """True if nobody has asked ranks that stay to leave, and none has failed before but as a consequence."""
         failed = any(not failure.consequence for failure in self.failures)
         return self.spec.stays and not (self.leaving or failed or self.stopped or self.broken)
 
     def _read_crash(self, rank: int, fd: int) -> str:
-        """Reads what is known of a rank's crash: its stacks, or the record in its error file; "" without either."""
+        """Read what is known of a rank's crash: its stacks, or the record in its error file; "" without either."""
         try:
             text = os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
         finally:
@@ -167,7 +167,7 @@ class Outcome:
         self.refused = record
 
     def _take_failure(self, record: RankFailure, _fds: Sequence[int]) -> None:
-        """Takes one of another machine, whose clock is not ours."""
+        """Take one of another machine, whose clock is not ours."""
         self.failures.append(dataclasses.replace(record, at=time.monotonic()))
 
     def _take_agents_failure(self, record: AgentFailed, _fds: Sequence[int]) -> None:
@@ -194,7 +194,7 @@ _TAKERS: dict[type, Callable[[Outcome, Any, Sequence[int]], None]] = {
 
 
 def _without_ours(crash: str) -> str:
-    """Returns the stacks that faulthandler wrote as a rank died, less the launcher's frames and its own thread."""
+    """Return the stacks that faulthandler wrote as a rank died, less the launcher's frames and its own thread."""
     threads: list[list[str]] = [[]]
     ours = False
     for line in itertools.takewhile(lambda line: not line.startswith("Extension modules"), crash.splitlines()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +47,7 @@ class Attempt:
 
 
 def plan(options: Options, machine: ThisMachine, name: str, environ: Mapping[str, str], attempt: Attempt) -> LaunchSpec:
-    """Returns the launch that the options ask for on this machine. ValueError for what it does not have."""
+    """Return the launch that the options ask for on this machine. ValueError for what it does not have."""
     placed = place(options, machine, environ)
     world_size = options.world_size or placed.local_world_size
     _check_world(options, placed, world_size)
@@ -56,25 +57,45 @@ def plan(options: Options, machine: ThisMachine, name: str, environ: Mapping[str
     cluster = None
     if world_size > placed.local_world_size:
         cluster = load.room("machines", "caller", f"world_size={world_size}").rendezvous(options, environ, name)
+    backend = device.choose_backend(options.backend, placed.device_type, machine.ready)
+    devices = RankDevices(placed.device_type, placed.visible_devices, backend)
+    spec = spec_of(
+        options, name, attempt, placed.local_world_size, devices, context_of(environ), machine.ready.torch_version
+    )
+    return dataclasses.replace(
+        spec,
+        world_size=world_size,
+        rank_start=options.rank_start,
+        port=options.port,
+        secret=spec.secret if cluster is None else cluster.token or "",
+        cluster=cluster,
+    )
+
+
+def spec_of(
+    options: Options,
+    name: str,
+    attempt: Attempt,
+    size: int,
+    devices: RankDevices,
+    context: Context,
+    torch_version: str,
+) -> LaunchSpec:
+    """Return an attempt at a launch of ``size`` ranks on one machine, as the options ask for it."""
     return LaunchSpec(
         launch_id=new_launch_id(),
         call=CallFacts(name, options.deadline, attempt.time_left, options.seed, options.results == "rank0"),
-        local_world_size=placed.local_world_size,
-        world_size=world_size,
-        rank_start=options.rank_start,
-        devices=RankDevices(
-            placed.device_type,
-            placed.visible_devices,
-            device.choose_backend(options.backend, placed.device_type, machine.ready),
-        ),
+        local_world_size=size,
+        world_size=size,
+        rank_start=0,
+        devices=devices,
         timeout=options.timeout_seconds,
         grace_period=options.grace_period,
         restarts=Restarts(attempt.restart_count, options.max_restarts),
-        port=options.port,
-        torch_version=machine.ready.torch_version,
-        secret=os.urandom(16).hex() if cluster is None else cluster.token or "",
-        context=context_of(environ),
-        cluster=cluster,
+        port=0,
+        torch_version=torch_version,
+        secret=os.urandom(16).hex(),
+        context=context,
         sections={} if attempt.parts is None else attempt.parts.sections,
     )
 
@@ -110,7 +131,7 @@ def context_of(environ: Mapping[str, str]) -> Context:
 
 
 def place(options: Options, machine: ThisMachine, environ: Mapping[str, str]) -> DeviceChoice:
-    """Says where the ranks of this machine run. ValueError for what it does not have."""
+    """Return where the ranks of this machine run. ValueError for what it does not have."""
     device_type = choose_type(options.device_type, machine.ready)
     available = machine.count(environ) if device_type != "cpu" else 0
     if device_type == "cpu" or (options.device_type == "auto" and available == 0):
@@ -141,7 +162,7 @@ class Accelerator:
 
 
 def choose_type(device_type: str, ready: Ready) -> str:
-    """Resolves "auto" to what torch was built for. ValueError for a ``device_type`` that torch lacks."""
+    """Resolve "auto" to what torch was built for. ValueError for a ``device_type`` that torch lacks."""
     offered = [ready.accelerator, "cpu"] if ready.accelerator else ["cpu"]
     if device_type == "auto":
         return offered[0] or "cpu"
@@ -174,7 +195,7 @@ def place_on_cpus(n_gpus: int | None, devices: Sequence[int] | None) -> DeviceCh
 def place_on_accelerators(
     accelerator: Accelerator, n_gpus: int | None, devices: Sequence[int] | None, environ: Mapping[str, str]
 ) -> DeviceChoice:
-    """Picks among the visible devices. ValueError for more, or others, than there are."""
+    """Pick among the visible devices. ValueError for more, or others, than there are."""
     kind, count = accelerator.kind, accelerator.count
     if devices is None:
         size = count if n_gpus is None else n_gpus
@@ -194,7 +215,7 @@ def place_on_accelerators(
 
 
 def shown(accelerator: Accelerator, devices: Sequence[int], environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variable that shows these of the visible devices. ValueError if there is none for them."""
+    """Return the variable that shows these of the visible devices. ValueError if there is none for them."""
     placement = place_on_accelerators(accelerator, None, devices, environ)
     if not device.hides(accelerator.runtime):
         raise ValueError(

@@ -98,21 +98,21 @@ class Course:
 
 
 def again(name: str, restart_count: int, max_restarts: int, error: BaseException | None) -> str:
-    """Says that it is started again, and why."""
+    """Tell that it is started again, and why."""
     report = report_of(error) if error is not None else None
     why = str(report or "").partition("\n")[0] + _line_of(report)
     return f"{name} is started again (restart {restart_count + 1} of at most {max_restarts}): {why}"
 
 
 def _line_of(report: LaunchError | None) -> str:
-    """Says in which line of user code the cause was raised: " (train.py:29)"; "" if nobody knows."""
+    """Return in which line of user code the cause was raised: " (train.py:29)"; "" if nobody knows."""
     frames = _FRAME.findall(report.failures[0].traceback)[::-1] if report is not None and report.failures else []
     place = innermost_users([file for file, _ in frames])
     return "" if place is None else f" ({short_name(frames[place][0])}:{frames[place][1]})"
 
 
 def may_be_repeated(error: BaseException | None) -> bool:
-    """Tells whether it is a failure that may not come again."""
+    """True if it is a failure that may not come again."""
     report = report_of(error) if isinstance(error, Exception) else None
     if report is None or not report.failures or isinstance(report, LaunchTimeout):
         return False

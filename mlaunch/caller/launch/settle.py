@@ -37,7 +37,7 @@ class Ended:
     error: BaseException | None  # instead of the values
 
     def result(self) -> list[Any]:
-        """Returns the values, or raises why there are none."""
+        """Return the values, or raises why there are none."""
         try:
             if self.error is not None:
                 raise self.error
@@ -50,7 +50,7 @@ Steps = Generator[Need, None, Ended]
 
 
 def settle(outcome: Outcome, report: Callable[[], LaunchReport], *, lost: bool = False) -> Ended:
-    """Ends the hearing. Reads values, so it comes before the outcome is closed.
+    """End the hearing. Reads values, so it comes before the outcome is closed.
 
     ``lost``: the caller says why values are missing where nothing has failed.
     """
@@ -69,7 +69,7 @@ def settle(outcome: Outcome, report: Callable[[], LaunchReport], *, lost: bool =
 
 
 def _raise(outcome: Outcome) -> None:
-    """Raises why there are no values; nothing, if ranks were stopped that had returned them all."""
+    """Raise why there are no values; nothing, if ranks were stopped that had returned them all."""
     if outcome.interrupt is not None:
         raise _with_results(outcome, outcome.interrupt)
     reason = reason_of(outcome)
@@ -108,7 +108,7 @@ def _values(outcome: Outcome) -> list[Any]:
 
 
 def _lacking(outcome: Outcome) -> list[int]:
-    """Returns the ranks of which neither a value has come nor the word that there is none."""
+    """Return the ranks of which neither a value has come nor the word that there is none."""
     if outcome.spec.target is not None:
         return []
     return sorted({*outcome.ranks_here} - outcome.values.keys() - {*outcome.silent})
@@ -123,7 +123,7 @@ def _lacks_values(outcome: Outcome, ranks: Sequence[int]) -> LaunchError:
 
 
 def _warn_of_ends(outcome: Outcome) -> None:
-    """Warns of ranks that had returned and then did not end well: all values are there."""
+    """Warn of ranks that had returned and then did not end well: all values are there."""
     ended: dict[str, list[int]] = {}
     for failure in outcome.late_ends:
         ended.setdefault(f"{failure.what} ({failure.place})", []).append(failure.rank or 0)
@@ -138,7 +138,7 @@ def _warn_of_ends(outcome: Outcome) -> None:
 
 
 def reason_of(outcome: Outcome) -> str:
-    """Says what ended it other than an interrupt or a rank; "": nothing did. Reads no value."""
+    """Return what ended it other than an interrupt or a rank; "": nothing did. Reads no value."""
     name = outcome.spec.call.name
     if outcome.refused is not None:
         return f"{name} was not started: {outcome.refused.text}"
@@ -192,7 +192,7 @@ def _late_ranks(outcome: Outcome, blamed: Collection[int]) -> list[RankFailure]:
 
 
 def _raise_failure(outcome: Outcome) -> None:
-    """Raises the first failure, as the exception of its rank if that can be made here."""
+    """Raise the first failure, as the exception of its rank if that can be made here."""
     failed, ends = in_order(outcome.failures), outcome.late_ends
     # The end of a rank that had answered is the cause of those alone who have seen it.
     failed = [*ends, *failed] if failed[0].consequence else [*failed, *ends]
@@ -262,7 +262,7 @@ def _results(outcome: Outcome) -> dict[int, Any]:
 
 
 def _with_output(outcome: Outcome, cause: RankFailure) -> RankFailure:
-    """Adds the place of what it has printed, if it was kept here."""
+    """Add the place of what it has printed, if it was kept here."""
     spec = outcome.spec
     if outcome.log_dir is None or cause.rank is None or not 0 <= cause.rank - spec.rank_start < spec.local_world_size:
         return cause
@@ -279,5 +279,5 @@ def _completed(failure: RankFailure) -> RankFailure:
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """Adds a note, which an exception with a ``__setattr__`` of its own may refuse, and Python 3.10 lacks."""
+    """Add a note, which an exception with a ``__setattr__`` of its own may refuse, and Python 3.10 lacks."""
     BaseException.__setattr__(error, "__notes__", [*getattr(error, "__notes__", []), text])

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def start(
     grant: Grant, server: ForkServer, spec: LaunchSpec, call: Call, output: OutputPlan, history: History
 ) -> LaunchHandle:
-    """Starts an attempt at a call: in the launch that a server which stays has prepared if that can serve it.
+    """Start an attempt at a call: in the launch that a server which stays has prepared if that can serve it.
 
     In any case the next one is to be prepared; after one that holds something, if others wait for the same.
 
@@ -70,7 +70,7 @@ def start_launch(
     history: History,
     held: Sequence[int] = (),
 ) -> LaunchHandle:
-    """Starts a launch of its own, with the errors of ``start``. ``call`` None: the ranks have it, or run a command.
+    """Start a launch of its own, with the errors of ``start``. ``call`` None: the ranks have it, or run a command.
 
     ``held``: descriptors that its processes are to hold, too.
     """
@@ -97,7 +97,7 @@ def _handle(
 
 
 def _send_call(server: ForkServer, agent: LaunchersEnd, spec: LaunchSpec, call: Call, held: Sequence[int]) -> None:
-    """Gives a prepared launch its call. An agent that is gone has begun nothing, which is found out later."""
+    """Give a prepared launch its call. An agent that is gone has begun nothing, which is found out later."""
     try:
         with in_memfds([("call", call)]) as memfds:
             agent.try_send(details_of(spec, len(held)), [*memfds, *held])
@@ -109,7 +109,7 @@ def _send_call(server: ForkServer, agent: LaunchersEnd, spec: LaunchSpec, call: 
 
 
 def with_pipes(spec: LaunchSpec, output: OutputPlan) -> LaunchSpec:
-    """Returns the launch with the pipes that the plan for its output wants, and what ranks need for these."""
+    """Return the launch with the pipes that the plan for its output wants, and what ranks need for these."""
     sections = spec.sections if output.rich is None else {**spec.sections, **output.rich.SECTIONS}
     return dataclasses.replace(spec, piped=output.piped(spec.local_world_size), sections=sections)
 
@@ -123,7 +123,7 @@ def send_launch(
     more: bool = False,
     held: Sequence[int] = (),
 ) -> LaunchersEnd:
-    """Asks the fork server to start a launch; returns the channel to its agent. Raises what ``start_launch`` does."""
+    """Ask the fork server to start a launch; returns the channel to its agent. Raises what ``start_launch`` does."""
     try:
         return server.launch(spec, call, following, more=more, held=held)
     except (BrokenPipeError, ConnectionResetError) as error:
@@ -134,7 +134,7 @@ def send_launch(
 
 
 def name_culprit(error: BaseException, call: Call | None, name: str) -> None:
-    """Raises the TypeError that says what of the call of this name cannot be pickled, if the error came of that."""
+    """Raise the TypeError that says what of the call of this name cannot be pickled, if the error came of that."""
     if not isinstance(error, Exception) or isinstance(error, OSError):  # the system's doing, not the call's
         return
     if call is not None and not is_misuse(error) and not interrupts.by_handler(error):
@@ -142,13 +142,13 @@ def name_culprit(error: BaseException, call: Call | None, name: str) -> None:
 
 
 def unpicklable_call(call: Call, name: str, error: Exception) -> Exception:
-    """Returns the TypeError that says which part of a call cannot be pickled."""
+    """Return the TypeError that says which part of a call cannot be pickled."""
     found, culprit = _culprit(call, name)
     return misuse(TypeError(f"{found} cannot be pickled ({error}){explain.instead_to_pass(culprit)}"))
 
 
 def _culprit(call: Call, name: str) -> tuple[str, object]:
-    """Says which part of a call cannot be pickled, and returns it."""
+    """Return which part of a call cannot be pickled, in words and itself."""
     parts: list[tuple[str, object]] = [(f"argument {i} of {name}", arg) for i, arg in enumerate(call.args)]
     parts += [(f"argument {key!r} of {name}", value) for key, value in call.kwargs.items()]
     # Found afterwards, part by part: to look at each argument before would pickle all of them twice.

@@ -1,7 +1,8 @@
 """The options of a launch. Each is stated once, as a field of ``Options``: name, type, default, values, meaning, flag.
 
-The signature of ``launcher``, its documentation and the checks are made from these fields (``option_text``). What must
-be written elsewhere (``option_types``, the flags of the command) is held to them by ``tests/unit/test_options.py``.
+The signature of ``launcher``, its documentation, the checks (``option_text``) and the flags of ``mlaunch run``
+(``run/command/flags.py``) are made from these fields. What must be written elsewhere for editors (``option_types``) is
+held to them by ``tests/unit/test_options.py``. Which feature has an option, ``features.py`` says.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from datetime import timedelta
 from typing import Any, cast
 
 from mlaunch.base.frozen_record import frozen_record
-from mlaunch.caller.options import trouble_options
-from mlaunch.caller.options.call_targets import PlacesRanks, TakesCalls
-from mlaunch.caller.options.option_checks import HIGHEST_PORT, check_together
+from mlaunch.caller.options.option_checks import check_together
+from mlaunch.caller.options.option_fields import ENDING, MEETING, OUTPUT, SIZES, About, Flag, option
 from mlaunch.caller.options.option_values import (
-    About,
+    HIGHEST_PORT,
     AnEngine,
     Choice,
+    DebugWay,
     Devices,
     Directory,
     FilePath,
@@ -28,24 +29,26 @@ from mlaunch.caller.options.option_values import (
     Leasing,
     Listener,
     Name,
+    PlacesRanks,
     Seconds,
     Secret,
     Seed,
+    ShareOfTime,
     Signals,
     SomeRanks,
+    StallLimit,
     Staying,
     Switch,
+    TakesCalls,
     Variables,
     Whole,
     WordOrCpus,
-    option,
 )
-from mlaunch.caller.options.trouble_options import StallLimit
 from mlaunch.features import Feature, asked_for
 
 
 def about(name: str) -> About:
-    """Says what the field of this name says."""
+    """Return what the field of this name says."""
     return cast(About, Options.__dataclass_fields__[name].metadata["about"])
 
 
@@ -58,20 +61,54 @@ class Options:
         Whole(1, optional=True),
         "Ranks on this machine; on CPUs any number. None: one per visible accelerator; where there is none, "
         "one per CPU that this process may use.",
-        flag="--nproc-per-node",
+        Flag(
+            ("--nproc-per-node",),
+            "N",
+            "ranks on this machine: a number, gpu, cpu, xpu or auto (a rank per device, per CPU without any); default: "
+            "1, or as many as --devices",
+            SIZES,
+            torchruns=True,
+            apart=True,
+            kind=str,
+        ),
     )
     world_size: int | None = option(
         None,
         Whole(1, optional=True),
         "Ranks on all machines (the flag: how many of these). None: ``n_gpus``.",
-        flag="--nnodes",
+        Flag(("--nnodes",), "N", "machines (default: 1)", SIZES, torchruns=True, apart=True, kind=str),
     )
     rank_start: int = option(
-        0, Whole(0), "The first rank of this machine (the flag: which machine this is, from 0).", flag="--node-rank"
+        0,
+        Whole(0),
+        "The first rank of this machine (the flag: which machine this is, from 0).",
+        Flag(("--node-rank",), "N", "which of them this is (default: 0)", SIZES, torchruns=True, apart=True),
     )
-    master_ip: str = option("localhost", Name(), "The address of the machine with rank 0.", flag="--master-addr")
+    master_ip: str = option(
+        "localhost",
+        Name(),
+        "The address of the machine with rank 0.",
+        Flag(
+            ("--master-addr",),
+            "HOST",
+            "address of the machine with rank 0 (default: 127.0.0.1)",
+            MEETING,
+            torchruns=True,
+            apart=True,
+        ),
+    )
     port: int = option(
-        0, Whole(0, HIGHEST_PORT), "The port of the rendezvous there. 0: chosen by the system.", flag="--master-port"
+        0,
+        Whole(0, HIGHEST_PORT),
+        "The port of the rendezvous there. 0: chosen by the system.",
+        Flag(
+            ("--master-port",),
+            "PORT",
+            "its port (default: 29500; on one machine, a free one)",
+            MEETING,
+            torchruns=True,
+            apart=True,
+        ),
     )
     device_type: str = option(
         "auto",
@@ -92,7 +129,7 @@ class Options:
         "Which accelerators, by number among the visible ones. Ranks see these alone (``CUDA_VISIBLE_DEVICES``), so "
         "local rank i finds ``devices[i]`` under the number i. Where a kind has no such variable, ask "
         "``mlaunch.device()``. If more than ``n_gpus`` are named, the call waits for that many of them (``lease``).",
-        flag="--devices",
+        Flag(("--devices",), "I,J", "the devices that ranks see, by number (default: all)", SIZES, apart=True),
     )
     lease: bool | str = option(
         False,
@@ -100,7 +137,15 @@ class Options:
         "Waits for devices that no other launch with a lease has, and keeps them until its last process is gone: "
         "``n_gpus`` of ``devices``, or of all that are visible. All processes of this user on this machine wait in one "
         "queue. On CPUs see ``concurrent``. 'idle': of the free devices, first those that no process uses (NVIDIA's).",
-        flag="--lease",
+        Flag(
+            ("--lease",),
+            "N",
+            "wait for N devices (of --devices, or all) that no other launch with a lease has; a rank on each, unless "
+            "--nproc-per-node says otherwise",
+            SIZES,
+            apart=True,
+            kind=int,
+        ),
     )
     concurrent: int | None = option(
         None,
@@ -114,20 +159,33 @@ class Options:
         'Binds each rank to CPUs near its device before it has a thread: to those of the device\'s NUMA "node", all of '
         'its "socket", an "exclusive" share of the node\'s cores, or a "core-complex" (a shared cache) there. Or to '
         'lists, by local rank: "0-7;8-15". None: ranks run on any CPU that this process may use.',
-        flag="--numa-binding",
+        Flag(
+            ("--numa-binding",),
+            "MODE",
+            "bind each rank to CPUs near its device: node, socket, exclusive or core-complex; or CPUs by local rank, "
+            "'0-7;8-15'",
+            SIZES,
+            torchruns=True,
+        ),
     )
     numa_memory: str | None = option(
         None,
         Choice("preferred", "bind", None),
         'Takes the memory of a rank that ``numa`` binds from the nodes of its CPUs: "preferred", or from nowhere else '
         '("bind"). None: as the kernel does.',
-        flag="--numa-memory",
+        Flag(
+            ("--numa-memory",),
+            "HOW",
+            "take the memory of each rank from the nodes of its CPUs: preferred or bind",
+            SIZES,
+        ),
+        needs=("numa", "memory goes with the CPUs that a rank is bound to"),
     )
     oversubscribe: bool = option(
         False,
         Switch(),
         "Allows more than 64 ranks where that is more than 8 for each CPU, which mostly is a typing error.",
-        flag="--oversubscribe",
+        Flag(("--oversubscribe",), "", "allow more than 64 ranks even if there are more than 8 for each CPU", SIZES),
     )
     timeout: float | timedelta | None = option(
         1800.0, Seconds(optional=True, delta=True), "Seconds for each collective, and for joining; or a timedelta."
@@ -137,47 +195,98 @@ class Options:
         Seconds(zero=True),
         "Seconds between SIGTERM and SIGKILL for stopped ranks, and, 5 at least, for ranks to end once all have "
         "returned.",
-        flag="--shutdown-timeout",
+        Flag(
+            ("--shutdown-timeout", "--grace-period"),
+            "SECONDS",
+            "how long ranks may take to end (default: $TORCH_ELASTIC_SHUTDOWN_TIMEOUT, 30)",
+            ENDING,
+            torchruns=True,
+            apart=True,
+        ),
     )
     deadline: float | None = option(
         None,
         Seconds(optional=True),
         "Limit in seconds for the whole call, restarts included, from the moment at which its ranks are started. "
         "When it has passed, ranks are stopped and the call raises ``LaunchTimeout``. None: no limit.",
-        flag="--deadline",
+        Flag(("--deadline",), "SECONDS", "limit for the whole run (default: none)", ENDING),
     )
     stop_on: str | None = option(
         None,
         Signals(),
         'Signals of this process, with commas ("TERM,USR1"), that ask the ranks to stop at a step that they agree on: '
         "``mlaunch.stopping()`` is true there. None: no signal asks them.",
-        flag="--stop-on",
+        Flag(
+            ("--stop-on",),
+            "NAMES",
+            "signals that ask the ranks to stop at a step that they agree on, where mlaunch.stopping() is true "
+            "(default: none)",
+            ENDING,
+        ),
     )
     stop_grace: float = option(
         300.0,
         Seconds(),
         "Seconds in which ranks that are asked to stop have to return. Then the call fails as at a deadline.",
-        flag="--stop-grace",
+        Flag(("--stop-grace",), "SECONDS", "for ranks that are asked to stop (default: 300)", ENDING),
     )
     stall: float | str | None = option(
         300.0,
         StallLimit(),
         "Seconds without progress on any rank (operations, ``mlaunch.progress``, ``mlaunch.stopping``) after which a "
         'report says once which rank the others wait for; the run goes on. "60 stop" ends it. None: no report.',
-        flag="--stall",
+        Flag(
+            ("--stall",),
+            "SECONDS",
+            "say which rank the others wait for, after so long without progress; '60 stop' ends the run; none "
+            "(default: 300)",
+            ENDING,
+        ),
     )
-    slow: float | str | None = trouble_options.SLOW
-    debug: bool | str = trouble_options.DEBUG
-    inline: bool = trouble_options.INLINE
+    slow: float | str | None = option(
+        None,
+        ShareOfTime(),
+        'A share of the time, such as "10%". If the others wait for the same rank for longer, of 30 s, a report says '
+        "once which rank it is, and the run continues; ``mlaunch why`` and ``mlaunch ps`` say it at any time. None: "
+        "ranks are not compared.",
+        Flag(
+            ("--slow",),
+            "SHARE",
+            "say it once when the others wait for the same rank for more than this share of their time, such as 10%, "
+            "for 30 s (default: never)",
+            ENDING,
+            of_python="collectives are timed in Python",
+        ),
+    )
+    debug: bool | str = option(
+        False,
+        DebugWay(),
+        "A rank that fails, or calls ``breakpoint()``, opens pdb in this terminal or cell. With "
+        '"debugpy:0,2" these ranks wait for an IDE. No ``timeout`` or ``stall`` counts; ``deadline`` waits.',
+    )
+    inline: bool = option(
+        False,
+        Switch(),
+        "No processes: the function runs in this one, as rank 0 of a world of one, whatever ``n_gpus`` says.",
+    )
     max_restarts: int = option(
         0,
         Whole(0),
         "How often all ranks are started again after a failure. Each time in a new process group, with "
         "``TORCHELASTIC_RESTART_COUNT`` counting up and a warning that says why; the last failure is raised.",
-        flag="--max-restarts",
+        Flag(("--max-restarts",), "N", "start all ranks again after a failure (default: 0)", ENDING, torchruns=True),
     )
     max_preemptions: int = option(
-        0, Whole(0), "How often a call starts anew on other machines when the scheduler takes an engine's machines."
+        0,
+        Whole(0),
+        "How often a call starts anew on other machines when the scheduler takes an engine's machines.",
+        Flag(
+            ("--max-preemptions",),
+            "N",
+            "with --engine: start all ranks again when a scheduler has taken their machines away (default: 0)",
+            ENDING,
+            apart=True,
+        ),
     )
     start_method: str = option(
         "forkserver",
@@ -201,7 +310,18 @@ class Options:
         "``MLAUNCH_JOIN=0`` in the environment means the same.",
     )
     join_timeout: float = option(
-        300.0, Seconds(), "Seconds for the machines of a launch to come together.", flag="--rdzv-conf"
+        300.0,
+        Seconds(),
+        "Seconds for the machines of a launch to come together.",
+        Flag(
+            ("--rdzv-conf",),
+            "K=V,...",
+            "join_timeout or timeout in seconds, rank, is_host",
+            MEETING,
+            torchruns=True,
+            apart=True,
+            kind=str,
+        ),
     )
     heartbeat_timeout: float = option(
         15.0, Seconds(), "Seconds after which a machine that says nothing counts as lost."
@@ -211,7 +331,7 @@ class Options:
         Secret(),
         "A secret that the machines of a launch share, and prove to each other before anything else. None: "
         "``MLAUNCH_TOKEN``; where that is not set either, whoever reaches the port may join.",
-        flag="--token-file",
+        Flag(("--token-file",), "FILE", "a secret that all machines share (or MLAUNCH_TOKEN)", MEETING, apart=True),
         variable="MLAUNCH_TOKEN",
         shown=False,
     )
@@ -232,7 +352,14 @@ class Options:
         None,
         Directory(),
         "A directory in which each call makes one of its own, with a file per attempt, rank and stream.",
-        flag="--log-dir",
+        Flag(
+            ("--log-dir",),
+            "DIR",
+            "where --redirects and --tee write (default: a new directory)",
+            OUTPUT,
+            torchruns=True,
+            apart=True,
+        ),
     )
     progress: bool = option(
         True,
@@ -245,21 +372,47 @@ class Options:
         "What gets the events of the launch as they happen (launch, rank, failure, stall, stop, restart, end): a "
         'function, which is called with a dictionary, a file, which gets a line of JSON for each, or "otel" for spans '
         "of OpenTelemetry (extra ``otel``).",
-        flag="--events",
+        Flag(
+            ("--events",),
+            "FILE",
+            "a line of JSON for each event (launch, rank, failure, stall, slow, stop, restart, end), added to FILE; "
+            "otel: spans of OpenTelemetry",
+            OUTPUT,
+        ),
     )
     profile: str | os.PathLike[str] | None = option(
         None,
         FilePath(),
         "A file that gets a trace of torch.profiler, with a track for each rank and the launch's own timeline, for "
         'https://ui.perfetto.dev; a name with ".gz" at its end is compressed. Replaced if it exists.',
+        Flag(
+            ("--profile",),
+            "FILE",
+            "a trace of torch.profiler, with a track for each rank, for ui.perfetto.dev; compressed if it ends with "
+            ".gz",
+            OUTPUT,
+            of_python="torch.profiler is of Python's",
+        ),
     )
     profile_steps: Sequence[int] = option(
         (5, 8),
         FromTo(),
         "The steps to trace: from the first of these numbers on, until before the second. ``mlaunch.progress`` or "
         "``mlaunch.step()`` counts them, from 0.",
+        Flag(
+            ("--profile-steps",),
+            "I,J",
+            "the first step and the one after the last: turns of mlaunch.progress, or calls of mlaunch.step() "
+            "(default: 5,8)",
+            OUTPUT,
+        ),
     )
-    profile_ranks: Sequence[int] | None = option(None, SomeRanks(), "The ranks to trace. None: all.")
+    profile_ranks: Sequence[int] | None = option(
+        None,
+        SomeRanks(),
+        "The ranks to trace. None: all.",
+        Flag(("--profile-ranks",), "I,J", "of which ranks (default: all)", OUTPUT),
+    )
     keep: float | None = option(
         None,
         Seconds(optional=True, none=""),
@@ -277,7 +430,14 @@ class Options:
         AnEngine(),
         "Who places the ranks on other machines: an engine of ``mlaunch.engines``, or what its ``hold()`` returned. "
         "The list then has the values of all ranks. None: they run on this machine.",
-        flag="--engine",
+        Flag(
+            ("--engine",),
+            "NAME",
+            "what starts ranks on --nnodes machines: slurm:partition=P, ssh:HOST,HOST, ray:GPU=4, "
+            "'command:mpirun -N 1' (default: this machine)",
+            SIZES,
+            apart=True,
+        ),
     )
     machines: int | None = option(
         None,
@@ -286,10 +446,13 @@ class Options:
     )
 
     def __post_init__(self) -> None:
-        """Raises TypeError or ValueError that names the option, the value and what is allowed."""
+        """Raise TypeError or ValueError that names the option, the value and what is allowed."""
         values = {given.name: getattr(self, given.name) for given in fields(self)}
         for name, value in values.items():
             about(name).allowed.check(name, value)
+            needs, why = about(name).needs or (name, "")
+            if value is not None and why and values[needs] is None:
+                raise ValueError(f"{name}={value!r} without {needs}=: {why}; allowed: with {needs}=")
         check_together(values)
 
     @property
@@ -298,11 +461,11 @@ class Options:
 
     @functools.cached_property
     def features(self) -> list[Feature]:
-        """Those that are asked for."""
+        """The features that these options ask for."""
         return asked_for(self)
 
     def replaced(self, changes: Mapping[str, Any]) -> Options:
-        """Returns a checked copy. TypeError for a name that is no option."""
+        """Return a checked copy. TypeError for a name that is no option."""
         names = [given.name for given in fields(self)]
         for name in changes:
             if name not in names:

@@ -6,13 +6,12 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from mlaunch.features import FEATURES
-
-HIGHEST_PORT = 65535
+from mlaunch.caller.options.option_values import HIGHEST_PORT
+from mlaunch.features import FEATURES, with_hook
 
 
 def check_together(given: Mapping[str, Any]) -> None:
-    """Raises TypeError or ValueError that names the options, their values and what is allowed."""
+    """Raise TypeError or ValueError that names the options, their values and what is allowed."""
     _check_log_dir(given)
     _check_size(given)
     _check_ranks(given)
@@ -104,13 +103,10 @@ def _check_features(given: Mapping[str, Any]) -> None:
             if why and given[other] is not None and feature.asks(given):
                 name = feature.options[0]
                 raise ValueError(f"{name}={given[name]!r} with {other}=: {why}; allowed: a call with ranks of its own")
-    if given["numa_memory"] is not None and given["numa"] is None:
-        raise ValueError(f"numa_memory={given['numa_memory']!r} without numa=: memory goes with the CPUs that a rank "
-                         f"is bound to; give numa='node', or another of its values, too")  # fmt: skip
 
 
 def _check_lease(given: Mapping[str, Any]) -> None:
-    if not any(feature.waits and feature.asks(given) for feature in FEATURES):
+    if not any(feature.asks(given) for feature in with_hook("caller.acquire")):
         return
     why = (
         f"lease={given['lease']} with n_gpus={given['n_gpus']}, devices={given['devices']}, "

@@ -19,24 +19,24 @@ _MARK = "**options:"
 
 
 def positional() -> list[str]:
-    """Names of the options that may be given by position, in their order."""
+    """Return the names of the options that may be given by position, in their order."""
     return [option.name for option in fields(Options) if not option.kw_only]
 
 
 def signature_of_launcher() -> Signature:
-    """Returns ``launcher(func=None, n_gpus=None, ...)``."""
+    """Return ``launcher(func=None, n_gpus=None, ...)``."""
     func = Parameter("func", Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=Callable[..., Any] | None)
     return Signature([func, *_parameters()])
 
 
 def signature_of_changes() -> Signature:
-    """Returns ``options(self, *, n_gpus=None, ...)``, by name only."""
+    """Return ``options(self, *, n_gpus=None, ...)``, by name only."""
     first = Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)
     return Signature([first, *(given.replace(kind=Parameter.KEYWORD_ONLY) for given in _parameters())])
 
 
 class SignatureOfClass:
-    """Tells ``inspect`` what the class takes; an instance takes what its function does."""
+    """What ``inspect`` is told that the class takes; an instance takes what its function does."""
 
     def __init__(self, signature: Signature) -> None:
         self._signature = signature
@@ -55,7 +55,7 @@ def _parameters() -> Iterator[Parameter]:
 
 
 def with_options(docstring: str | None) -> str | None:
-    """Returns the docstring with the options in place of its line "**options: ..."; None (``python -OO``) stays."""
+    """Return the docstring with the options in place of its line "**options: ..."; None (``python -OO``) stays."""
     if docstring is None:
         return None
     lines = []
@@ -74,14 +74,14 @@ def _argument(option: Field[Any], indent: str) -> list[str]:
 
 
 def representation(name: str, function: Callable[..., Any], options: Options) -> str:
-    """Returns "<launcher of train(lr, epochs=5): n_gpus=2>", with the options that differ from their defaults."""
+    """Return "<launcher of train(lr, epochs=5): n_gpus=2>", with the options that differ from their defaults."""
     shown = [option for option in fields(options) if option.repr and getattr(options, option.name) != option.default]
     given = ", ".join(f"{option.name}={getattr(options, option.name)!r}" for option in shown)
     return f"<launcher of {name}{_taken(function)}{': ' if given else ''}{given}>"
 
 
 def _taken(function: Callable[..., Any]) -> str:
-    """Returns what a function takes, without annotations, and of long defaults the beginning."""
+    """Return what a function takes, without annotations, and of long defaults the beginning."""
     try:
         taken = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # it does not say
@@ -90,7 +90,7 @@ def _taken(function: Callable[..., Any]) -> str:
 
 
 class _Short:
-    """Looks like a default, in short."""
+    """A default, in short."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -104,12 +104,12 @@ class _Short:
 
 
 def definitions() -> list[str]:
-    """Returns the options as a definition list of reStructuredText, by lines."""
+    """Return the options as a definition list of reStructuredText, by lines."""
     lines = []
     for option in fields(Options):
         said = about(option.name)
         facts = [f"Default ``{option.default!r}``", f"allowed: {said.allowed}"]
-        facts += [f"flag of ``mlaunch run``: ``{said.flag}``"] if said.flag else []
+        facts += [f"flag of ``mlaunch run``: ``{said.flag.names[0]}``"] if said.flag else []
         facts += [f"variable: ``{said.variable}``"] if said.variable else []
         meaning = _WORD.sub(r'``"\1"``', said.meaning)
         lines += [f"``{option.name}``", f"    {meaning}", "", f"    {'; '.join(facts)}.", ""]

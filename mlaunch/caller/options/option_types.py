@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypedDict
 
-from mlaunch.caller.options.call_targets import PlacesRanks, TakesCalls
+from mlaunch.caller.options.option_values import PlacesRanks, TakesCalls
 
 
 class KeywordOptions(TypedDict, total=False):

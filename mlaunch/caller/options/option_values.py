@@ -1,55 +1,47 @@
-"""What an option is made of. Its kind of value checks a value, and says in words what is allowed."""
+"""The kinds of values that options have: each checks a value, and says in words what is allowed."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import field
+import re
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from mlaunch.base import seeding, signals
 from mlaunch.base.frozen_record import frozen_record
+from mlaunch.caller.options.option_fields import OptionType
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from mlaunch.caller.launch.settle import Ended
+    from mlaunch.protocol.calls import Call
 
-
-class OptionType(Protocol):
-    """A kind of value; ``str()`` says what is allowed."""
-
-    def check(self, name: str, value: object) -> None:
-        """Raises TypeError or ValueError that names the option, the value and what is allowed."""
+HIGHEST_PORT = 65535
 
 
-@frozen_record
-class About:
-    """What is to be known of an option besides its name, type and default.
+class TakesCalls(Protocol):
+    """What ``ranks=`` has to be: ``mlaunch.Ranks``."""
 
-    Attributes:
-        allowed: Checks its values, and names them.
-        meaning: For people.
-        flag: That of ``mlaunch run`` which sets it; empty where none does.
-        variable: The environment variable that counts where the option is not given; empty without one.
-    """
-
-    allowed: OptionType
-    meaning: str
-    flag: str = ""
-    variable: str = ""
+    def call(self, options: Any, call: Call) -> Ended:
+        """Make a call, with ``Options``, and wait for it."""
 
 
-def option(
-    default: T, allowed: OptionType, meaning: str, *, flag: str = "", variable: str = "", shown: bool = True
-) -> T:
-    """Returns a dataclass's field with all that there is to say of it. ``shown``: ``repr`` shows its value."""
-    return field(default=default, repr=shown, metadata={"about": About(allowed, meaning, flag, variable)})
+class PlacesRanks(Protocol):
+    """What ``engine=`` has to be: an engine, or machines that one holds."""
+
+    def call(self, options: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ended:
+        """Make a call on ranks of its own, with ``Options``, and wait for it."""
+
+    def open_session(self, options: Any, rules: Any) -> Any:
+        """Start ranks that stay, a ``RanksLaunch``; do not wait for them."""
 
 
 @frozen_record
-class Whole:
+class Whole(OptionType):
     """A whole number in a range."""
 
+    word: ClassVar[type] = int
     lowest: int
     highest: int | None = None
     optional: bool = False
@@ -68,9 +60,10 @@ class Whole:
 
 
 @frozen_record
-class Seconds:
+class Seconds(OptionType):
     """A finite number of seconds. ``optional``: or None. ``delta``: a timedelta will do."""
 
+    word: ClassVar[type] = float
     zero: bool = False  # allowed
     optional: bool = False
     delta: bool = False
@@ -94,7 +87,7 @@ class Seconds:
 
 
 @frozen_record
-class Name:
+class Name(OptionType):
     """A string that is not empty."""
 
     optional: bool = False
@@ -111,7 +104,7 @@ class Name:
             raise ValueError(f"{name}='': allowed: a name")
 
 
-class Secret:
+class Secret(OptionType):
     """A string that no message shows, or None."""
 
     def __str__(self) -> str:
@@ -122,7 +115,7 @@ class Secret:
             raise TypeError(f"{name}: allowed: {self}")
 
 
-class Choice:
+class Choice(OptionType):
     """One of some words."""
 
     def __init__(self, *words: str | None) -> None:
@@ -130,6 +123,10 @@ class Choice:
 
     def __str__(self) -> str:
         return ", ".join(map(repr, self.words))
+
+    @property
+    def of_flag(self) -> str:
+        return ", ".join(filter(None, self.words))
 
     def check(self, name: str, value: object) -> None:
         if value not in self.words and not self._allows(value):
@@ -146,6 +143,10 @@ class WordOrCpus(Choice):
     def __str__(self) -> str:
         return f'{super().__str__()}, or CPUs of each local rank such as "0-7;8-15"'
 
+    @property
+    def of_flag(self) -> str:
+        return f"{super().of_flag}, or CPUs of each local rank such as '0-7;8-15'"
+
     def _allows(self, value: object) -> bool:
         from mlaunch.base import cores  # for this alone
 
@@ -155,7 +156,7 @@ class WordOrCpus(Choice):
             return False
 
 
-class Switch:
+class Switch(OptionType):
     """True or False."""
 
     def __str__(self) -> str:
@@ -166,7 +167,7 @@ class Switch:
             raise TypeError(f"{name}={value!r}: allowed: {self}")
 
 
-class Leasing:
+class Leasing(OptionType):
     """True, False, or a word for a certain kind of True."""
 
     def __str__(self) -> str:
@@ -182,7 +183,7 @@ class Leasing:
             raise ValueError(f"{name}={value!r}: allowed: {self}")
 
 
-class Signals:
+class Signals(OptionType):
     """Names of signals with commas between them, or None."""
 
     def __str__(self) -> str:
@@ -195,6 +196,10 @@ class Signals:
             raise TypeError(f"{name}={value!r}: allowed: {self}")
         signals.numbers_of(f"{name}={value!r}", value)
 
+    def read(self, flag: str, word: object) -> object:
+        signals.numbers_of(f"{flag} {word}", str(word))
+        return word
+
 
 def _numbers(name: str, value: object, allowed: str) -> Sequence[int]:
     """Return a value that is a sequence of whole numbers from 0. TypeError and ValueError for what is not."""
@@ -205,7 +210,7 @@ def _numbers(name: str, value: object, allowed: str) -> Sequence[int]:
     return value
 
 
-class Devices:
+class Devices(OptionType):
     """Numbers of devices, each once, or None."""
 
     def __str__(self) -> str:
@@ -220,7 +225,7 @@ class Devices:
             raise ValueError(f"{name}={list(value)}: allowed: at least one device, each once")
 
 
-class Variables:
+class Variables(OptionType):
     """Environment variables, or None."""
 
     def __str__(self) -> str:
@@ -246,7 +251,7 @@ def _can_be_set(text: str) -> bool:
         return False
 
 
-class FilePath:
+class FilePath(OptionType):
     """The path of a file, or None."""
 
     def __str__(self) -> str:
@@ -259,11 +264,15 @@ class FilePath:
             raise ValueError(f"{name}='': allowed: {self}")
 
 
-class Listener:
+class Listener(OptionType):
     """What gets events."""
 
     def __str__(self) -> str:
         return "a function, the path of a file, 'otel', or None"
+
+    @property
+    def of_flag(self) -> str:
+        return "the path of a file, or otel"
 
     def check(self, name: str, value: object) -> None:
         if not (value is None or callable(value) or isinstance(value, str | os.PathLike)):
@@ -272,13 +281,16 @@ class Listener:
             raise ValueError(f"{name}='': allowed: {self}")
 
 
-class FromTo:
-    """Two numbers of steps. ``of_flag``: what a flag of them may be."""
+class FromTo(OptionType):
+    """Two numbers of steps."""
 
     of_flag = "two numbers of steps, from 0: the first one and the one after the last, 5,8"
 
     def __str__(self) -> str:
         return "two numbers of steps, from 0: the first one and the one after the last, (5, 8)"
+
+    def of_word(self, word: str) -> tuple[int, ...]:
+        return tuple(map(int, word.split(",")))
 
     def check(self, name: str, value: object) -> None:
         value = _numbers(name, value, str(self))
@@ -286,13 +298,16 @@ class FromTo:
             raise ValueError(f"{name}={value!r}: allowed: {self}")
 
 
-class SomeRanks:
-    """Ranks, each once, or None for all. ``of_flag``: what a flag of them may be."""
+class SomeRanks(OptionType):
+    """Ranks, each once, or None for all."""
 
     of_flag = "ranks, each once, with commas between them"
 
     def __str__(self) -> str:
         return "a list of ranks, or None for all"
+
+    def of_word(self, word: str) -> tuple[int, ...]:
+        return tuple(map(int, word.split(",")))
 
     def check(self, name: str, value: object) -> None:
         if value is None:
@@ -302,7 +317,7 @@ class SomeRanks:
             raise ValueError(f"{name}={list(value)}: allowed: at least one rank, each once")
 
 
-class Staying:
+class Staying(OptionType):
     """Ranks that stay."""
 
     def __str__(self) -> str:
@@ -313,7 +328,7 @@ class Staying:
             raise TypeError(f"{name}={value!r}: allowed: {self}")
 
 
-class AnEngine:
+class AnEngine(OptionType):
     """An engine: it places ranks on other machines."""
 
     def __str__(self) -> str:
@@ -324,7 +339,7 @@ class AnEngine:
             raise TypeError(f"{name}={value!r}: allowed: {self}")
 
 
-class Seed:
+class Seed(OptionType):
     """What the generators may start from, or None."""
 
     def __str__(self) -> str:
@@ -334,11 +349,98 @@ class Seed:
         seeding.check(value)
 
 
-class Directory:
+class Directory(OptionType):
     """A path, or None. ``Options`` checks it, because of ``output``, which says whose the streams are."""
 
     def __str__(self) -> str:
         return "a path, or None"
 
     def check(self, name: str, value: object) -> None:
-        """Checks nothing."""
+        """Check nothing."""
+
+
+# For runs that hang or fail
+
+_IDE = re.compile(r"debugpy(?::(?P<ranks>\d+(?:,\d+)*))?")
+_STOP = "stop"
+
+
+def parse_stall(value: float | str | None) -> tuple[float | None, bool]:
+    """Return the seconds, None for never, and whether the run ends. ValueError for what is neither."""
+    if value is None:
+        return None, False
+    seconds, _, then = str(value).strip().partition(" ")
+    try:
+        number = float(seconds)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf or then.strip() not in {"", _STOP} or isinstance(value, bool):
+        raise ValueError
+    return number, then.strip() == _STOP
+
+
+class StallLimit(OptionType):
+    """Seconds, also with what is to happen then."""
+
+    def __str__(self) -> str:
+        return 'seconds, more than 0, also as "60 stop", which ends the run; or None for never'
+
+    of_flag = "seconds, more than 0, also as '60 stop', or none"
+
+    def of_word(self, word: str) -> float | str | None:
+        seconds, ends = (None, False) if word == "none" else parse_stall(word)
+        return word if ends else seconds
+
+    def check(self, name: str, value: object) -> None:
+        if not isinstance(value, int | float | str | None) or isinstance(value, bool):
+            raise TypeError(f"{name}={value!r}: allowed: {self}")
+        try:
+            parse_stall(value)
+        except ValueError:
+            raise ValueError(f"{name}={value!r}: allowed: {self}") from None
+
+
+def parse_share(value: float | str) -> float:
+    """Return the share, of "10%" 0.1. ValueError for what is none between 0 and 1."""
+    text = str(value).strip()
+    share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    if not 0 < share < 1:
+        raise ValueError
+    return share
+
+
+class ShareOfTime(OptionType):
+    """A share of the time, or None."""
+
+    def __str__(self) -> str:
+        return 'a share of the time, more than 0% and less than 100%, such as "10%" or 0.1; or None'
+
+    of_flag = "a share such as 10%, more than 0% and less than 100%"
+
+    def check(self, name: str, value: object) -> None:
+        if not isinstance(value, int | float | str | None) or isinstance(value, bool):
+            raise TypeError(f"{name}={value!r}: allowed: {self}")
+        try:
+            if value is not None:
+                parse_share(value)
+        except ValueError:
+            raise ValueError(f"{name}={value!r}: allowed: {self}") from None
+
+
+def ranks_of(debug: bool | str) -> list[int]:
+    """Return the ranks that ``debug=`` names: [0, 2] for "debugpy:0,2", and none for all."""
+    found = _IDE.fullmatch(debug) if isinstance(debug, str) else None
+    return [int(rank) for rank in (found["ranks"] or "").split(",") if rank] if found else []
+
+
+class DebugWay(OptionType):
+    """True, False, or what names an IDE's debugger."""
+
+    def __str__(self) -> str:
+        return 'True, False, "debugpy", or with ranks "debugpy:0,2"'
+
+    def check(self, name: str, value: object) -> None:
+        if not isinstance(value, bool | str):
+            raise TypeError(f"{name}={value!r}: allowed: {self}")
+        if isinstance(value, str) and not _IDE.fullmatch(value):
+            raise ValueError(f"{name}={value!r}: allowed: {self}")

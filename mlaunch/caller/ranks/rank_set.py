@@ -99,7 +99,7 @@ class RankSet:
     def run(self, options: Options, call: Call) -> tuple[str, Ended]:
         """Make a call and drive it to its end; return whose it was, too. An interrupt ends it, and is raised."""
         # Those that wait have parts of the ranks alone.
-        features = options.features and [feature for feature in options.features if not feature.waits]
+        features = options.features and [one for one in options.features if "caller.acquire" not in one.hooks]
         if not features:
             return self._run(options, call)
         from mlaunch.core.load import CallerParts  # which most calls do not need

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from mlaunch.base.misuse import misuse
-from mlaunch.caller.options.trouble_options import ranks_of
+from mlaunch.caller.options.option_values import ranks_of
 from mlaunch.core import load
 from mlaunch.core.notes import Note
 from mlaunch.core.parts import CallerPart, Spell

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from mlaunch.caller.options.trouble_options import parse_stall
+from mlaunch.caller.options.option_values import parse_stall
 from mlaunch.core.parts import CallerPart
 from mlaunch.insight.wire import STACKS, WHY, StallTerms, terms_of
 

@@ -26,13 +26,13 @@ from mlaunch.agreed_stop.wire import (
     is_look,
 )
 from mlaunch.base.text import printable
-from mlaunch.features import FEATURES
+from mlaunch.features import with_hook
 from mlaunch.machines.wire.control_protocol import Record
 from mlaunch.protocol.messages import ForPart, PartSays
 
 _CALL = 0  # the number of the one call of such a launch
 _REASON = 100  # bytes
-_FEATURES = {feature.name for feature in FEATURES if "agent" in feature.processes}
+_FEATURES = {feature.name for feature in with_hook("agent.part")}
 
 
 def record_of(said: PartSays) -> Record:

@@ -34,7 +34,7 @@ class NumaOfACall(CallerPart):
 def part(options: Any, spell: Spell) -> NumaOfACall:
     """Make the caller's part."""
     mode, memory = options.numa, options.numa_memory
-    asked = spell("numa", mode).replace("--numa ", "--numa-binding ")  # as torchrun calls its flag
+    asked = spell("numa", mode)
     asked += f", {spell('numa_memory', memory)}" if memory else ""
     allowed = tuple(sorted(os.sched_getaffinity(0)))
     order = NumaOrder(mode, memory, asked, devices_here(ROOT), allowed, ROOT)

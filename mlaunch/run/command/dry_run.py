@@ -26,7 +26,7 @@ def describe(job: Job, size: int, environ: Mapping[str, str], runtime: str | Non
     Raises:
         ValueError: This machine cannot serve the job.
     """
-    spec = _spec(job, size, environ)
+    spec, asked = _spec(job, size, environ), job.asked
     first, world = spec.rank_start, spec.world_size
     ranks = [_environment(job, spec, local_rank, environ, runtime) for local_rank in range(size)]
     shared = {name: value for name, value in ranks[0].items() if all(rank.get(name) == value for rank in ranks)}
@@ -38,7 +38,7 @@ def describe(job: Job, size: int, environ: Mapping[str, str], runtime: str | Non
         f"machines    {_machines(job)}",
         f"devices     {_devices(job, environ)}",
         f"threads     {_threads(size, environ)}",
-        f"ending      SIGTERM, after {job.grace_period:g} s SIGKILL; {job.max_restarts} restarts; {_deadline(job)}",
+        f"ending      SIGTERM, after {asked.grace_period:g} s SIGKILL; {asked.max_restarts} restarts; {_deadline(job)}",
         "",
         "environment of every rank:",
         *(f"  {name}={value}" for name, value in sorted(shared.items())),
@@ -59,7 +59,7 @@ def _spec(job: Job, size: int, environ: Mapping[str, str]) -> LaunchSpec:
     """Returns the launch as far as it is known before anything starts, by the code that plans real ones."""
     # No process is started for a plan, so nothing is known of torch and devices.
     nothing_known = ThisMachine(Ready("", None, ("gloo",)), lambda _environ: 0)
-    spec = spec_of(job, size, nothing_known, environ, Attempt(0, job.deadline), _AT_THE_START)
+    spec = spec_of(job, size, nothing_known, environ, Attempt(0, job.asked.deadline), _AT_THE_START)
     if spec.target is None or job.run_id:
         return spec
     return dataclasses.replace(spec, target=dataclasses.replace(spec.target, run_id=_AT_THE_START))
@@ -112,4 +112,4 @@ def _threads(size: int, environ: Mapping[str, str]) -> str:
 
 
 def _deadline(job: Job) -> str:
-    return "no deadline" if job.deadline is None else f"all within {job.deadline:g} s"
+    return "no deadline" if job.asked.deadline is None else f"all within {job.asked.deadline:g} s"

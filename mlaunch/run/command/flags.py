@@ -11,6 +11,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from mlaunch.caller.options.launch_options import Options, about
+from mlaunch.caller.options.option_fields import ENDING, MEETING, OUTPUT, SIZES, Flag
+from mlaunch.cli.checks import UsageError
 from mlaunch.cli.completion import PrintCompletion, PrintManPage
 from mlaunch.core import load
 from mlaunch.run.command.output import errors, note_error
@@ -186,42 +189,37 @@ def _refuse(name: str, reason: str) -> Callable[[str], str]:
     return refuse
 
 
+def _group(flags: Flags, title: str) -> Any:
+    """Add a group of flags, with those that set an option (of features that are there)."""
+    group = flags.add_argument_group(title)
+    for name, flag in FLAGS.items():
+        if flag.group == title and load.is_there_for(name):
+            _add(flags, group, flag, about(name).allowed.word)
+    return group
+
+
+def _add(flags: Flags, group: Any, flag: Flag, kind: type) -> None:
+    said = flag.meaning.replace("%", "%%")
+    if not flag.metavar:
+        group.add_argument(*flag.names, action="store_true", default=None, help=said)
+    elif flag.torchruns:
+        flags.flag(group, *flag.names, kind=flag.kind or kind, metavar=flag.metavar, help=said)
+    else:
+        group.add_argument(*flag.names, type=flag.kind or kind, metavar=flag.metavar, help=said)
+
+
 def _add_sizes(flags: Flags) -> None:
-    group = flags.add_argument_group("how many ranks, and where")
-    flags.flag(group, "--nproc-per-node", metavar="N", help="ranks on this machine: a number, gpu, cpu, xpu or auto "
-               "(a rank per device, per CPU without any); default: 1, or as many as --devices")  # fmt: skip
-    flags.flag(group, "--nnodes", default="1", metavar="N", help="machines (default: 1)")
-    flags.flag(group, "--node-rank", kind=int, metavar="N", help="which of them this is (default: 0)")
-    group.add_argument("--engine", metavar="NAME", help="what starts ranks on --nnodes machines: slurm:partition=P, "
-                       "ssh:HOST,HOST, ray:GPU=4, 'command:mpirun -N 1' (default: this machine)")  # fmt: skip
-    group.add_argument("--oversubscribe", action="store_true", help="allow more than 64 ranks even if there are more "
-                       "than 8 for each CPU")  # fmt: skip
-    group.add_argument("--devices", metavar="I,J", help="the devices that ranks see, by number (default: all)")
-    _add_of_features(flags, group)
+    group = _group(flags, SIZES)
     flags.switch(group, "--virtual-local-rank", help="each rank sees only its own device, as device 0; LOCAL_RANK is 0")
 
 
-def _add_of_features(flags: Flags, group: Any) -> None:
-    for feature in load.commands().values():
-        if group.title == feature.GROUP:
-            feature.add(flags, group)
-
-
 def _add_meeting(flags: Flags) -> None:
-    group = flags.add_argument_group("several machines")
-    flags.flag(group, "--master-addr", metavar="HOST", help="address of the machine with rank 0 (default: 127.0.0.1)")
-    flags.flag(
-        group, "--master-port", kind=int, metavar="PORT", help="its port (default: 29500; on one machine, a free one)"
-    )
+    group = _group(flags, MEETING)
     flags.flag(group, "--rdzv-endpoint", default="", metavar="HOST:PORT", help="--master-addr and --master-port in one")
     flags.flag(group, "--rdzv-backend", default="static", metavar="NAME", help="static or c10d: with c10d the machine "
                "that has the endpoint's address is the first")  # fmt: skip
     flags.flag(group, "--rdzv-id", default="none", metavar="ID", help="becomes TORCHELASTIC_RUN_ID")
-    flags.flag(
-        group, "--rdzv-conf", default="", metavar="K=V,...", help="join_timeout or timeout in seconds, rank, is_host"
-    )
     flags.switch(group, "--standalone", help="one machine, a free port; --rdzv-* and --master-* have no effect")
-    group.add_argument("--token-file", metavar="FILE", help="a secret that all machines share (or MLAUNCH_TOKEN)")
 
 
 def _add_what(flags: Flags) -> None:
@@ -235,8 +233,7 @@ def _add_what(flags: Flags) -> None:
 
 
 def _add_output(flags: Flags) -> None:
-    group = flags.add_argument_group("output")
-    flags.flag(group, "--log-dir", metavar="DIR", help="where --redirects and --tee write (default: a new directory)")
+    group = _group(flags, OUTPUT)
     flags.flag(
         group, "-r", "--redirects", default="0", metavar="STD", help=f"write to files, not to the terminal: {STD_HELP}"
     )
@@ -247,21 +244,10 @@ def _add_output(flags: Flags) -> None:
                "${role_name}, ${rank}, ${local_rank}, ${hostname} (default: $TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE, or "
                "[${role_name}${local_rank}]:)")  # fmt: skip
     flags.flag(group, "--local-ranks-filter", default="", metavar="I,J", help="show only what these local ranks print")
-    _add_of_features(flags, group)
 
 
 def _add_ending(flags: Flags) -> None:
-    group = flags.add_argument_group("failure and end")
-    flags.flag(
-        group,
-        "--max-restarts",
-        default=0,
-        kind=int,
-        metavar="N",
-        help="start all ranks again after a failure (default: 0)",
-    )
-    group.add_argument("--max-preemptions", type=int, default=0, metavar="N", help="with --engine: start all ranks "
-                       "again when a scheduler has taken their machines away (default: 0)")  # fmt: skip
+    group = _group(flags, ENDING)
     flags.flag(
         group,
         "--monitor-interval",
@@ -271,9 +257,40 @@ def _add_ending(flags: Flags) -> None:
     )
     flags.flag(group, "--signals-to-handle", default=DEFAULT_SIGNALS, metavar="NAMES",
                help=f"signals to pass on before ending (default: {DEFAULT_SIGNALS})")  # fmt: skip
-    flags.flag(group, "--shutdown-timeout", "--grace-period", kind=float, metavar="SECONDS",
-               help="how long ranks may take to end (default: $TORCH_ELASTIC_SHUTDOWN_TIMEOUT, 30)")  # fmt: skip
-    _add_of_features(flags, group)
     group.add_argument("--error-file", "--error_file", metavar="FILE", help="if the run fails, write why for programs: "
                        "JSON, see docs/schema.json")  # fmt: skip
-    group.add_argument("--deadline", type=float, metavar="SECONDS", help="limit for the whole run (default: none)")
+
+
+def options_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that flags ask for, less those that the command reads with others. UsageError for misuse."""
+    found: dict[str, Any] = {}
+    for name, flag in FLAGS.items():
+        given = getattr(args, dest_of(flag), None)
+        if given is None or flag.apart:
+            continue
+        if flag.of_python and args.no_python:
+            raise UsageError(f"{flag.names[0]} with --no-python: allowed: one of the two, since {flag.of_python}")
+        try:
+            found[name] = about(name).allowed.read(flag.names[0], given)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+    for name in found:
+        needs, why = about(name).needs or (name, "")
+        if needs not in found:
+            own, other = FLAGS[name].names[0], FLAGS[needs].names[0]
+            raise UsageError(f"{own} {found[name]} without {other}: {why}; allowed: with {other}")
+    return found
+
+
+def dest_of(flag: Flag) -> str:
+    """Return the name under which argparse has the flag's value."""
+    return flag.names[0].lstrip("-").replace("-", "_")
+
+
+def as_flag(option: str, value: object) -> str:
+    """Spell an option as ``mlaunch run`` does: ``--profile-ranks 0,1``."""
+    text = ",".join(map(str, value)) if isinstance(value, tuple) else value
+    return f"{FLAGS[option].names[0] if option in FLAGS else option} {text}"
+
+
+FLAGS = {name: flag for name in Options.__dataclass_fields__ if name != "_" and (flag := about(name).flag) is not None}

@@ -12,12 +12,11 @@ import stat
 import sys
 from collections.abc import Mapping
 from dataclasses import field
-from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.linux import working_directory
+from mlaunch.caller.options.launch_options import Options
 from mlaunch.cli.checks import UsageError, at_least, numbers, seconds_of
-from mlaunch.core import load
 from mlaunch.run.command.flag_values import (
     grace_period_of,
     is_here,
@@ -27,9 +26,7 @@ from mlaunch.run.command.flag_values import (
     signals_of,
     token_of,
 )
-
-if TYPE_CHECKING:
-    from mlaunch.caller.options.launch_options import Options
+from mlaunch.run.command.flags import options_of
 
 _STATIC_PORT = 29500  # torchrun's
 _JOIN_TIMEOUT = 300.0
@@ -55,18 +52,13 @@ class Job:
     host: str
     port: int
     token: str | None = field(repr=False)
-    join_timeout: float
-    grace_period: float
-    deadline: float | None
-    max_restarts: int
+    asked: Options  # for, less where the ranks are
     max_preemptions: int
-    of_features: Mapping[str, Any]  # options
     signals: tuple[int, ...]
     run_id: str
     role: str
     preload: tuple[str, ...]
     virtual_local_rank: bool
-    oversubscribe: bool
     lease: int | None = None  # so many devices are waited for
     source: bytes | None = field(default=None, repr=False)  # of a script that cannot be read twice
 
@@ -78,23 +70,17 @@ class Job:
         return os.path.basename(self.target) if self.kind in {"file", "program"} else self.target
 
     def options(self, size: int) -> Options:
-        """Returns those of the launch, with ``size`` ranks on this machine."""
-        from mlaunch.caller.options.launch_options import Options
-
-        return Options(
-            n_gpus=size,
-            world_size=size * self.nodes,
-            rank_start=size * self.node_rank,
-            master_ip=self.host,
-            port=self.port,
-            device_type="cpu",  # the script binds its device itself
-            grace_period=self.grace_period,
-            deadline=self.deadline,
-            max_restarts=self.max_restarts,
-            join_timeout=self.join_timeout,
-            token=self.token,
-            oversubscribe=self.oversubscribe,
-            **self.of_features,
+        """Return those of the launch, with ``size`` ranks on this machine."""
+        return self.asked.replaced(
+            {
+                "n_gpus": size,
+                "world_size": size * self.nodes,
+                "rank_start": size * self.node_rank,
+                "master_ip": self.host,
+                "port": self.port,
+                "device_type": "cpu",  # the script binds its device itself
+                "token": self.token,
+            }
         )
 
 
@@ -103,8 +89,8 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
     kind, target, path = _what(args)
     extra = () if args.use_env else ("--local-rank=${local_rank}",)
     devices = numbers("--devices", args.devices) if args.devices else None
-    nodes = _nodes(args.nnodes)
-    conf = _conf(args.rdzv_conf)
+    nodes = _nodes(args.nnodes or "1")
+    conf = _conf(args.rdzv_conf or "")
     host, port, node_rank = _meeting(args, nodes, conf)
     if not 0 <= node_rank < nodes:
         raise UsageError(f"--node-rank {node_rank}: allowed: 0 to {nodes - 1}, since --nnodes is {nodes}")
@@ -120,18 +106,17 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
         host=host,
         port=port,
         token=token_of(args.token_file, environ),
-        join_timeout=seconds_of("--rdzv-conf", conf.get("join_timeout", conf.get("timeout", _JOIN_TIMEOUT))),
-        grace_period=grace_period_of(args.shutdown_timeout, environ),
-        deadline=None if args.deadline is None else seconds_of("--deadline", args.deadline),
-        max_restarts=at_least(0, "--max-restarts", args.max_restarts),
-        max_preemptions=preemptions_of(args.max_preemptions, args.engine),
-        of_features={name: value for one in load.commands().values() for name, value in one.options_of(args).items()},
+        asked=Options(
+            join_timeout=seconds_of("--rdzv-conf", conf.get("join_timeout", conf.get("timeout", _JOIN_TIMEOUT))),
+            grace_period=grace_period_of(args.shutdown_timeout, environ),
+            **options_of(args),
+        ),
+        max_preemptions=preemptions_of(args.max_preemptions or 0, args.engine),
         signals=signals_of(args.signals_to_handle),
         run_id="" if args.standalone or (nodes == 1 and args.rdzv_id == _NO_ID) else args.rdzv_id,
         role=role_of(args.role),
         preload=tuple(name for name in (args.preload or "").split(",") if name),
         virtual_local_rank=args.virtual_local_rank,
-        oversubscribe=args.oversubscribe,
     )
 
 

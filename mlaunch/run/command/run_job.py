@@ -20,8 +20,9 @@ from mlaunch.caller.report.history import History
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.cli.checks import UsageError
 from mlaunch.core import load
-from mlaunch.core.load import CallerParts, as_flag
+from mlaunch.core.load import CallerParts
 from mlaunch.rank.setup import device
+from mlaunch.run.command.flags import as_flag
 from mlaunch.run.command.job import Job
 from mlaunch.run.command.job_spec import spec_of
 from mlaunch.run.command.output import Wishes, annotate, directory_of, fail, output_plan, say, without_output
@@ -84,7 +85,7 @@ def _on_its_devices(
     size, environ = _on_devices(job, server, environ)
     if job.virtual_local_rank:
         _check_devices(size, environ, server.ready().runtime)
-    if not job.of_features.get("numa"):  # of which only the ranks know what it gives them
+    if job.asked.numa is None:  # of which only the ranks know what it gives them
         _say_threads(size, environ)
     return _launch(job, size, server, environ, wishes, held)
 
@@ -124,7 +125,7 @@ def _launch(
             finally:
                 handle.close()
 
-        return with_restarts(attempt, job.name, job.deadline, job.max_restarts, say, parts)
+        return with_restarts(attempt, job.name, job.asked.deadline, job.asked.max_restarts, say, parts)
 
     return attempts
 
@@ -147,7 +148,7 @@ def _carry_out(job: Job, attempts: Attempts, parts: CallerParts) -> int:
             parts.settled(ended, say)
             ended.result()
     except LaunchTimeout as error:  # of the deadline, or of the time to join
-        late = job.deadline is not None and time.monotonic() - begun >= job.deadline
+        late = job.asked.deadline is not None and time.monotonic() - begun >= job.asked.deadline
         return _fail(error, TIMED_OUT if late else FAILED)
     stopped = ended.report().stopped
     if stopped is None:
@@ -158,7 +159,7 @@ def _carry_out(job: Job, attempts: Attempts, parts: CallerParts) -> int:
 
 def _on_devices(job: Job, server: ForkServer, environ: dict[str, str]) -> tuple[int, dict[str, str]]:
     """Returns the number of ranks, counted, and the environment that shows the wanted devices alone."""
-    ready = server.ready(job.deadline)
+    ready = server.ready(job.asked.deadline)
     count = 0
     if job.devices is not None or job.size in {"auto", "gpu", "xpu"}:
         count = server.count_devices(environ) if ready.accelerator else 0

@@ -77,13 +77,6 @@ class There:
 
 
 def _options(job: Job) -> Options:
-    return Options(
-        n_gpus=job.size if isinstance(job.size, int) else None,
-        device_type="cpu" if isinstance(job.size, int) or job.size == "cpu" else "auto",
-        grace_period=job.grace_period,
-        deadline=job.deadline,
-        max_restarts=job.max_restarts,
-        join_timeout=job.join_timeout,
-        oversubscribe=job.oversubscribe,
-        **job.of_features,
-    )
+    counted = isinstance(job.size, str)
+    device_type = "auto" if counted and job.size != "cpu" else "cpu"
+    return job.asked.replaced({"n_gpus": None if counted else job.size, "device_type": device_type})

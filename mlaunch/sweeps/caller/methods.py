@@ -152,7 +152,7 @@ def _check(options: Options, name: str, method: str) -> None:
 
 def _waits(options: Options) -> bool:
     """True if the call may wait for devices before it starts."""
-    return any(feature.waits for feature in options.features)
+    return any("caller.acquire" in feature.hooks for feature in options.features)
 
 
 def _options_of_trials(

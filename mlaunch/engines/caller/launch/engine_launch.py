@@ -14,7 +14,7 @@ from mlaunch.base.exceptions import LaunchError
 from mlaunch.base.linux import working_directory
 from mlaunch.base.text import ranges
 from mlaunch.caller.launch.handle import LaunchHandle
-from mlaunch.caller.launch.plan import Attempt
+from mlaunch.caller.launch.plan import Attempt, spec_of
 from mlaunch.caller.launch.settle import Steps
 from mlaunch.caller.launch.start import name_culprit
 from mlaunch.caller.options.launch_options import Options
@@ -34,11 +34,9 @@ from mlaunch.protocol import settings
 from mlaunch.protocol import token as tokens
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import (
-    CallFacts,
     Context,
     LaunchSpec,
     RankDevices,
-    Restarts,
     Target,
     details_of,
     new_launch_id,
@@ -221,29 +219,19 @@ class MachinesLaunch:
 
     def _spec(self, prepared: Sequence[Offer]) -> LaunchSpec:
         """Return the launch as this process sees it: one machine with all ranks."""
-        return LaunchSpec(
-            launch_id=new_launch_id(),
-            call=CallFacts(
-                self.work.name,
-                self.options.deadline,
-                self.number.time_left,
-                self.options.seed,
-                self.options.results == "rank0",
-            ),
-            local_world_size=sum(one.local_world_size for one in prepared),
-            world_size=sum(one.local_world_size for one in prepared),
-            rank_start=0,
-            devices=RankDevices(prepared[0].device_type, _devices(prepared)),
-            timeout=self.options.timeout_seconds,
-            grace_period=self.options.grace_period,
-            restarts=Restarts(self.number.restart_count, self.options.max_restarts),
-            port=0,
-            torch_version=prepared[0].torch_version,
-            secret=tokens.draw(),  # long enough to be used without scrypt
-            context=self._context(),
-            target=self.work.target,
-            sections=load.sections_of(self.options, self.number.parts),
+        size, devices = sum(one.local_world_size for one in prepared), _devices(prepared)
+        spec = spec_of(
+            self.options,
+            self.work.name,
+            self.number,
+            size,
+            RankDevices(prepared[0].device_type, devices),
+            self._context(),
+            prepared[0].torch_version,
         )
+        # A token that is drawn is long enough to be used without scrypt.
+        sections = load.sections_of(self.options, self.number.parts)
+        return replace(spec, secret=tokens.draw(), target=self.work.target, sections=sections)
 
 
 def with_hosts(plan: OutputPlan, hosts: dict[int, str]) -> OutputPlan:
