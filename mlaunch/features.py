@@ -140,10 +140,8 @@ OPTIONS = frozenset(name for feature in FEATURES for name in feature.options)
 
 def served_apart(names: Container[str]) -> bool:
     """True if a launch with sections of these features is neither prepared nor prepares another one."""
-    hooks = {hook for feature in FEATURES if feature.name in names for hook in feature.hooks}
-    return (
-        "caller.handle" in hooks or "agent.part" in hooks or any(one.one_call for one in FEATURES if one.name in names)
-    )
+    there = [feature for feature in FEATURES if feature.name in names]
+    return any(one.one_call or {"caller.handle", "agent.part"} & {*one.hooks} for one in there)
 
 
 def asked_for(options: object) -> list[Feature]:

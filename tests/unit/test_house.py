@@ -170,7 +170,8 @@ def test_nobody_imports_a_feature_but_itself() -> None:
 # What the core calls of features' files: functions there, or methods of their parts.
 HOOKS = {
     "caller.acquire", "caller.adapt", "caller.handle", "caller.of_deadline", "caller.server", "caller.watch",
-    "agent.part", "agent.visited", "agent.welcome", "rank.at_breakpoint", "rank.part", "member.part", "command.findings",
+    "agent.part", "agent.visited", "agent.welcome", "rank.at_breakpoint", "rank.part", "member.part",
+    "command.findings",
 }  # fmt: skip
 
 
