@@ -176,6 +176,7 @@ INSIDE = {
     "mlaunch.compat.rank.join": "test_join_refuses",
     "mlaunch.rank.for_users.logs": "test_the_rank_zero_filter",
     "mlaunch.events.caller.call_events": "test_a_function_hears_of_each",
+    "mlaunch.events.caller.sinks": "test_a_function_hears_of_each",
     "mlaunch.events.caller.spans": "test_spans_of_opentelemetry",
     "mlaunch.leases.caller.circles": "test_a_circle_is_refused_as_it_closes",
     "mlaunch.rank.setup.interpreter": "test_closures_lambdas_and_local_classes_travel",

@@ -1,22 +1,17 @@
-"""The events of one call, and where they go: made of what the agents of its attempts say, and of how the attempts end.
-
-A sink that fails does not end a launch: a warning says so, and it gets no more.
-"""
+"""The events of one call, made of what the agents of its attempts report, and of how the attempts end."""
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mlaunch._version import SCHEMA
-from mlaunch.base.log import log
 from mlaunch.base.misuse import as_dict, misuse
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.core.notes import Noticed
 from mlaunch.core.parts import CallerPart, Spell
+from mlaunch.events.caller.sinks import CallableSink, EventSink, FileSink
 from mlaunch.protocol.messages import RankGone, RanksStarting, RankStarted
 from mlaunch.protocol.spec import LaunchSpec
 
@@ -24,63 +19,6 @@ if TYPE_CHECKING:
     from mlaunch.caller.options.launch_options import Options
 
 _OTEL = "otel"
-
-
-class EventSink:
-    """What takes the events of one call."""
-
-    def __init__(self, asked: str = "events=") -> None:
-        self._asked, self._broken = asked, False
-
-    def take(self, event: Mapping[str, Any]) -> None:
-        if self._broken:
-            return
-        try:
-            self._take(event)
-        except Exception as error:  # whatever a user's callable may raise
-            self._broken = True
-            words = "%s: %s: %s. The launch continues, and its later events are dropped"
-            log.warning(words, self._asked, type(error).__name__, error)
-
-    def close(self) -> None:
-        """Give up what it holds."""
-
-    def _take(self, event: Mapping[str, Any]) -> None:
-        raise NotImplementedError
-
-
-class CallableSink(EventSink):
-    """A function that is called with each event."""
-
-    def __init__(self, function: Callable[[dict[str, Any]], object]) -> None:
-        super().__init__()
-        self._function = function
-
-    def _take(self, event: Mapping[str, Any]) -> None:
-        self._function(dict(event))
-
-
-class FileSink(EventSink):
-    """A file that gets a line of JSON for each event. Several launches may share it: each line is one write."""
-
-    def __init__(self, path: str | os.PathLike[str], spell: Spell) -> None:
-        super().__init__(spell("events", os.fspath(path)))
-        try:
-            self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            lacks = f"{self._asked} cannot be opened ({error.strerror})"
-            need = "give the path of a file that this process may write, in a directory that is there"
-            raise OSError(error.errno, f"{lacks}; {need}") from None
-
-    def close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-    def _take(self, event: Mapping[str, Any]) -> None:
-        line = f"{json.dumps(event)}\n".encode()
-        while line:  # a full disk takes a part, and says so at the rest
-            line = line[os.write(self._fd, line) :]
 
 
 class CallEvents(CallerPart):

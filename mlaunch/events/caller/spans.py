@@ -7,7 +7,7 @@ from typing import Any
 
 import opentelemetry.trace as trace
 
-from mlaunch.events.caller.call_events import EventSink
+from mlaunch.events.caller.sinks import EventSink
 
 
 class SpanSink(EventSink):
