@@ -266,10 +266,13 @@ class KeptHandle(LaunchHandle):
     def _show(self, record: AgentSays, fds: Sequence[int]) -> None:
         if isinstance(record, CallOver):
             self._read_answers()
-            self.over = self.over or record.number == self._number
             memfds = iter(fds)
             for answer in record.answers:
                 self.outcome.take(answer, [] if answer.data else [next(memfds)])
+            if record.number == self._number:
+                # A rank notes a value before it sends it, so its agent may know of one that has not come yet.
+                self._by_itself = self._awaits_values()
+                self.over = self.over or not self._by_itself
         elif isinstance(record, RanksStarting) and (offered := BoardFds.of(fds).direct) is not None:
             self._direct.take_answers(offered, self.relay.watch(offered.all_there))
         elif isinstance(record, RankStarted) and record.channels:
@@ -308,6 +311,11 @@ class KeptHandle(LaunchHandle):
         rank = self.spec.rank(local_rank)
         pid = self.history.started[rank].pid
         self.outcome.take(RankAnswered(rank, pid, AnswerKind.VALUE, False, time.monotonic(), stale, data), [])
+
+    def _awaits_values(self) -> bool:
+        """True if ranks that have answered their launcher owe it values, and nothing has gone wrong."""
+        is_direct = len(self._direct.ranks) == self.spec.world_size
+        return is_direct and not self.answered and not self.outcome.failed
 
     def _note_values(self) -> None:
         """Note whether all values of a call are there that is over with them."""
