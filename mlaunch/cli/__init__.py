@@ -1,4 +1,4 @@
-"""The command ``mlaunch``. Its parts are imported as they are chosen, since each costs ``run`` a tenth of its start."""
+"""The command ``mlaunch``. Its parts are imported when chosen: each would cost ``run`` a tenth of its start."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from mlaunch.core import load
 
 
 def command() -> NoReturn:
-    """Is the program: runs the command line, and ends this process.
+    """Run the command line, and end this process.
 
-    It ends as an interpreter does, short of taking three hundred modules apart, which takes a tenth of a command.
+    It ends as an interpreter does, except for clearing three hundred modules, which takes a tenth of a command.
     """
     status = main()
     threading._shutdown()  # type: ignore[attr-defined]
@@ -32,14 +32,14 @@ def command() -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit status."""
+    """Run the command line; return the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does with names that the locale cannot show
+        sys.stdout.reconfigure(errors="backslashreplace")  # as on stderr, for names that the locale cannot show
     try:
         if arguments and arguments[0] in OF_FEATURES:
             module = load.room(OF_FEATURES[arguments[0]], "command", f"mlaunch {arguments[0]}")
-            if arguments[0] == "run":  # whose script's arguments are not ours to read
+            if arguments[0] == "run":  # it parses its own flags, before a script's arguments
                 return int(module.main(arguments[1:]))
         if arguments[:1] and arguments[0].partition("=")[0] == PRINT_COMPLETION:
             from mlaunch.cli import completion
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         refuse_script(parser, arguments)
         args = parser.parse_args(arguments)
         return int(args.run(args) or 0)
-    except BrokenPipeError:  # of a reader such as head, which has seen enough
+    except BrokenPipeError:  # the reader, such as head, has left
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
     except (OSError, LookupError) as error:
@@ -60,5 +60,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if not str(error.name).startswith("mlaunch."):
             raise
-        print(f"mlaunch: {error}", file=sys.stderr)  # what of mlaunch is not there
+        print(f"mlaunch: {error}", file=sys.stderr)  # names the missing part of mlaunch
         return 1

@@ -1,4 +1,4 @@
-"""``mlaunch doctor --report``: what who helps with a bug needs to know of a machine, without secrets."""
+"""``mlaunch doctor --report``: facts about a machine for bug reports, without secrets."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _OF_INTEREST = re.compile(
     r"|HIP|ROCR|ZE|ASCEND|MASTER|LD|LC|CONDA)_\w+"
     r"|PYTHON\w+|RANK|LOCAL_RANK|WORLD_SIZE|VIRTUAL_ENV|TMPDIR|XDG_RUNTIME_DIR|LANG|TERM|MPLBACKEND"
 )
-_FAILURE = 65536  # bytes that are taken of what a call has printed
+_FAILURE = 65536  # bytes of a call's output
 
 
 def write(findings: Iterator[str], environ: Mapping[str, str], failure: str | None) -> Iterator[str]:
-    """Yields the report, part by part. ``findings``: doctor's lines; ``failure``: what a call has printed.
+    """Yield the report. ``findings``: doctor's lines; ``failure``: the file of a call's output.
 
     Raises:
         OSError: The file that ``failure`` names cannot be read.
@@ -56,12 +56,12 @@ def write(findings: Iterator[str], environ: Mapping[str, str], failure: str | No
     text = [_FIRST]
     for title, lines in parts.items():
         text += [f"{title}\n{'-' * len(title)}", *lines, ""]
-    # As a whole: a key has several lines.
+    # In one piece: a key has several lines.
     yield without_secrets("\n".join(text), environ)
 
 
 def _read(path: str, environ: Mapping[str, str]) -> str:
-    # Before it is cut: of what is cut in its middle, the half that is left would be found by nobody.
+    # Before it is cut: half of a secret would not be recognised.
     text = Path(path).read_text(encoding="utf-8", errors="replace")
     return both_ends(without_secrets(text, environ), _FAILURE)
 
@@ -88,7 +88,7 @@ def _limits() -> Iterator[str]:
 
 
 def _cgroups() -> Iterator[Path]:
-    """Yields the directory of this process's cgroup and those above it, which limit it as well."""
+    """Yield the directory of this process's cgroup and those above it, which limit it, too."""
     mine = next((line[3:] for line in _lines("/proc/self/cgroup") if line.startswith("0::")), "/")
     root = Path("/sys/fs/cgroup")
     place = root / mine.lstrip("/")

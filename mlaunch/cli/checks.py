@@ -1,16 +1,16 @@
-"""Values of flags: read, or refused with what is allowed."""
+"""Values of flags: checked, or refused with what is allowed."""
 
 from __future__ import annotations
 
 import math
 
 PRINT_COMPLETION = "--print-completion"
-# Commands: each is there if its feature is.
+# Commands of features: each exists if its feature does.
 OF_FEATURES = {"debug": "debug", "run": "run", "stacks": "insight", "why": "insight", "warm": "warm"}
 
 
 class UsageError(ValueError):
-    """A command line that cannot be carried out; the text is for its author."""
+    """A wrong command line; the text is for its author."""
 
 
 def numbers(name: str, text: str) -> tuple[int, ...]:
@@ -34,7 +34,7 @@ def seconds_of(name: str, value: float | str) -> float:
 
 
 def number(value: float | str) -> float:
-    """Returns the number; NaN, which is in no range, for what is no finite number."""
+    """Return the number; NaN, which is in no range, for other texts and infinities."""
     try:
         number = float(value)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Which of this user's running launches a command is about."""
+"""The running launches that a command is about."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mlaunch._version import SCHEMA
 from mlaunch.base import linux
 from mlaunch.caller.running_launches import ID_SHOWN, ask, title_of
 from mlaunch.protocol import registry
@@ -15,9 +16,16 @@ from mlaunch.protocol.visitors import STATUS
 
 CALLER = "only launches that this process made, or a process that it started"
 
+# Fields for programs, with the values of an agent of another version that lacks them.
+_OF_LAUNCH: dict[str, Any] = {
+    "id": "", "function": "", "age": 0.0, "caller": 0, "agent": 0, "cwd": "", "argv": [], "source": "", "given": "",
+    "call": None, "world_size": 0, "restart_count": 0, "features": {},
+}  # fmt: skip
+_OF_RANK: dict[str, Any] = {"rank": 0, "pid": 0, "device": "-", "state": "", "host": None, "place": None}
+
 
 def add_choice(command: argparse.ArgumentParser, default: str) -> None:
-    """Add what chooses launches; without it the command takes ``default``."""
+    """Add the arguments that choose launches; without them the command takes ``default``."""
     what = f"as ps shows it, or its start (default: {default})"
     command.add_argument("id", nargs="?", type=_id, metavar="ID", help=what)
     command.add_argument("--caller", type=pid, metavar="PID", help=CALLER)
@@ -37,7 +45,7 @@ def pid(text: str) -> int:
 
 
 def asked(word: bytes, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return what the chosen launches answer; LookupError if none has the ID that was given."""
+    """Return the answers of the chosen launches; LookupError if none has the given ID."""
     launches = [launch for start in _starts(args) for launch in ask(word, start)]
     if refused := [launch["refused"] for launch in launches if "refused" in launch]:
         raise LookupError(refused[0])
@@ -49,19 +57,19 @@ def asked(word: bytes, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _starts(args: argparse.Namespace) -> list[str]:
-    """Return the starts of the chosen launches' IDs: only these are asked for more."""
+    """Return the starts of the chosen launches' IDs: only these are asked."""
     if args.caller is None:
         return [args.id or ""]
     return list(dict.fromkeys(launch["id"] for launch in of_caller(ask(STATUS, args.id or ""), args.caller)))
 
 
 def of_caller(launches: list[dict[str, Any]], caller: int | None) -> list[dict[str, Any]]:
-    """Return those that this process, or one that it has started, has called; None: all."""
+    """Return launches that this process, or one that it has started, has called; None: all."""
     return [launch for launch in launches if caller is None or linux.is_below(launch["caller"], caller)]
 
 
 def which(start: str, found: Sequence[Mapping[str, Any]], command: str) -> str:
-    """Says that one of those that run has to be named to this command."""
+    """Return the message that asks for the ID of a running launch."""
     running = found or ask(STATUS)
     if not running:
         return nothing()
@@ -72,10 +80,28 @@ def which(start: str, found: Sequence[Mapping[str, Any]], command: str) -> str:
 
 
 def nothing() -> str:
-    """Says that no launch runs."""
+    """Return the message that no launch runs."""
     places = ", ".join(str(path) for path in registry.candidates(os.environ))
     return f"no launch of this user is running here (looked in {places})"
 
 
 def print_json(found: object) -> None:
     print(json.dumps(found, indent=2))
+
+
+# For programs, with the fields of docs/schema.json
+
+
+def data_of(told: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a launch with its ranks. ``told``: the answer of its agent, which may be of another version."""
+    return launch_data(told, [rank_data(each) for each in told["ranks"]])
+
+
+def launch_data(told: Mapping[str, Any], ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a launch, with these ranks."""
+    return {"schema": SCHEMA, **{name: told.get(name, usual) for name, usual in _OF_LAUNCH.items()}, "ranks": ranks}
+
+
+def rank_data(told: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a rank."""
+    return {name: told.get(name, usual) for name, usual in _OF_RANK.items()}

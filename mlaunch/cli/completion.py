@@ -1,4 +1,4 @@
-"""What is made from the flags: completion by shells (``--print-completion``), and the page of ``man mlaunch``."""
+"""Texts made from the flags: completion for shells (``--print-completion``), and the page of ``man mlaunch``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlaunch.core import load
 
 
 class _Print(argparse.Action):
-    """Prints a text and ends, as ``--help`` does."""
+    """A flag that prints a text and ends, as ``--help`` does."""
 
     def __call__(
         self,
@@ -22,7 +22,7 @@ class _Print(argparse.Action):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
-        """Prints what ``values`` asks for."""
+        """Print what ``values`` asks for."""
         print(self._text(parser, option_string or "", values))
         parser.exit()
 
@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 class PrintCompletion(_Print):
-    """Prints the script by which the shell that is named completes the command; shtab makes it."""
+    """A flag that prints the completion script for a shell; shtab makes it."""
 
     def _text(self, parser: argparse.ArgumentParser, flag: str, wanted: object) -> str:
         shtab = _imported(parser, flag, "shtab", "shtab")
@@ -48,7 +48,7 @@ class PrintCompletion(_Print):
 
 
 class PrintManPage(_Print):
-    """Prints the manual page of the command, in roff; argparse-manpage makes it."""
+    """A flag that prints the manual page in roff; argparse-manpage makes it."""
 
     def _text(self, parser: argparse.ArgumentParser, flag: str, wanted: object) -> str:
         del wanted
@@ -59,7 +59,7 @@ class PrintManPage(_Print):
 
 
 def _imported(parser: argparse.ArgumentParser, flag: str, module: str, package: str) -> Any:
-    """Imports what makes the text; says which package has it where it is not installed."""
+    """Import the module that makes the text; name its package if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -67,7 +67,7 @@ def _imported(parser: argparse.ArgumentParser, flag: str, module: str, package: 
 
 
 def _whole() -> argparse.ArgumentParser:
-    """Make the parser of the whole command, with the flags of ``mlaunch run`` if that is there."""
+    """Make the parser of the whole command, with the flags of ``mlaunch run`` if that is installed."""
     from mlaunch.cli.parser import mlaunch_parser
 
     run = load.at_hand("run", "command")

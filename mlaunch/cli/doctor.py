@@ -1,4 +1,4 @@
-"""``mlaunch doctor``: what this machine offers to launches, and what would go wrong with them."""
+"""``mlaunch doctor``: what this machine offers to launches, and what would go wrong."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NO_LIMIT = 1 << 60
 
 @dataclass(frozen=True)
 class Finding:
-    """``state``: ok, note (worth knowing) or problem (launches would fail)."""
+    """A line of doctor. ``state``: ok, note (worth knowing) or problem (launches would fail)."""
 
     name: str
     state: str
@@ -68,14 +68,14 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _told(findings: list[Finding]) -> Iterator[str]:
-    """Yields a line for each finding, and keeps it."""
+    """Yield a line for each finding, and keep it."""
     for finding in examine():
         findings.append(finding)
         yield f"{finding.state:<8} {finding.name:<12} {finding.text}"
 
 
 def examine() -> Iterator[Finding]:
-    """Yields one finding after the other, the quick ones first."""
+    """Yield one finding after the other, the quick ones first."""
     yield Finding("mlaunch", OK, f"{__version__}, Python {platform.python_version()}, {platform.platform()}")
     yield _kernel()
     yield _cpus()
@@ -135,7 +135,7 @@ def _open_files() -> Finding:
 
 def _runtime_directory() -> Finding:
     try:
-        # Tried and not guessed: rights, free space and the length of a socket's path all count.
+        # Tried: rights, free space and the length of a socket's path all count.
         registry.listen(os.environ, f"doctor-{os.getpid()}").close()
     except OSError as error:
         return Finding("mlaunch ps", NOTE, f"cannot see launches: {error}")
@@ -158,19 +158,19 @@ def _network() -> Finding:
 
 
 def _of_features() -> Iterator[Finding]:
-    """Yield what features find."""
+    """Yield the findings of features."""
     for name, is_well, text in load.findings():
         yield Finding(name, OK if is_well else NOTE, text)
 
 
 def _launches() -> Iterator[Finding]:
-    """Starts the fork server and two ranks, which tell what torch offers."""
+    """Yield findings of two ranks: what torch offers, and how long a launch takes."""
     from mlaunch.caller.launcher import launcher
 
     look: Callable[[], dict[str, Any]] = _look_around
     start = time.monotonic()
     try:
-        # On CPUs: devices may be in use by somebody, and are looked at within a rank, since that may wake the driver.
+        # On CPUs: devices may be in use; a rank asks for them, since that may wake the driver.
         launcher(look, n_gpus=2, device_type="cpu", join=False, deadline=120)()
         first = time.monotonic() - start
         start = time.monotonic()
@@ -189,7 +189,7 @@ def _devices(found: dict[str, Any]) -> Finding:
     shown = {name: value for name, value in os.environ.items() if name.endswith("_VISIBLE_DEVICES")}
     variables = "".join(f", {name}={value}" for name, value in shown.items())
     if found["accelerator"] is None:
-        return Finding("devices", OK, f"this torch is built for CPUs alone{variables}")
+        return Finding("devices", OK, f"this torch is built for CPUs only{variables}")
     text = f"{found['devices']} {found['accelerator']} visible{variables}; {found['versions']}"
     if found["error"]:
         return Finding("devices", PROBLEM, f"{text}; {found['error']}")
@@ -197,7 +197,7 @@ def _devices(found: dict[str, Any]) -> Finding:
 
 
 def _look_around() -> dict[str, Any]:
-    """Looks around, in a rank: it may wake the driver."""
+    """Return what torch offers; in a rank, since it may wake the driver."""
     import torch
 
     from mlaunch.rank.setup import device

@@ -1,4 +1,4 @@
-"""The command line of ``mlaunch``, less the flags of ``mlaunch run``."""
+"""The command line of ``mlaunch``, without the flags of ``mlaunch run``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ exit status: 0; 1 for an error, which is printed; 2 for a wrong command line; fo
 
 
 def mlaunch_parser(run: argparse.ArgumentParser | None = None) -> argparse.ArgumentParser:
-    """Makes the parser of the whole command. ``run``: the flags of its ``run``, which reads them itself otherwise."""
+    """Make the parser of the whole command. ``run``: the flags of ``mlaunch run``; None: it parses them itself."""
     parser = argparse.ArgumentParser(
         prog="mlaunch",
         description="Start scripts on every device, look at running launches, and check this machine.",
@@ -54,7 +54,7 @@ def mlaunch_parser(run: argparse.ArgumentParser | None = None) -> argparse.Argum
 
 
 def _add_commands_of(feature: str, commands: ps_and_stop.Commands) -> None:
-    """Add a feature's own commands. ``cli.main`` says so if the feature is not there."""
+    """Add a feature's commands. ``cli.main`` reports a feature that is missing."""
     if (module := load.at_hand(feature, "command")) is not None:
         module.add_command(commands)
         return
@@ -64,7 +64,7 @@ def _add_commands_of(feature: str, commands: ps_and_stop.Commands) -> None:
 
 
 def refuse_script(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:
-    """Ends with the command that was meant, if a script or flags of ``mlaunch run`` stand where a command should."""
+    """Exit with the intended command, if there is a script or a flag of ``mlaunch run`` in place of a command."""
     first = arguments[0] if arguments else ""
     is_script = first.endswith(".py") or (first.startswith("-") and any(word.endswith(".py") for word in arguments))
     if is_script:

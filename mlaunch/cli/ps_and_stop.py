@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.text import columns, filled, name_some_ranks, shown
 from mlaunch.caller.running_launches import ID_SHOWN, ask, facts_of, place_of_rank, title_of
-from mlaunch.cli import as_data
-from mlaunch.cli.chosen_launches import CALLER, add_choice, nothing, of_caller, pid, print_json, which
+from mlaunch.cli.chosen_launches import CALLER, add_choice, data_of, nothing, of_caller, pid, print_json, which
 from mlaunch.core import load
 from mlaunch.protocol.visitors import END, STATUS
 
@@ -61,7 +60,7 @@ def _ps(args: argparse.Namespace) -> int:
         return int(shown_by.watch(args.watch))
     launches = sorted(of_caller(ask(STATUS), args.caller), key=lambda launch: float(launch["age"]))
     if args.json:
-        print_json([as_data.running(launch) for launch in launches])
+        print_json([data_of(launch) for launch in launches])
     else:
         (leases, trouble), (kept, _) = _rows_of("leases"), _rows_of("warm")
         blocks = [*(_entry(launch) for launch in launches), *("\n".join(rows) for rows in (leases, kept) if rows)]
@@ -73,7 +72,7 @@ def _ps(args: argparse.Namespace) -> int:
 
 
 def _rows_of(feature: str) -> tuple[list[str], str]:
-    """Returns a feature's lines, and why that cannot be told; "" if it can, or there is no such feature."""
+    """Return a feature's lines, and why that cannot be told; "" if it can, or there is no such feature."""
     found = load.at_hand(feature, "command")
     try:
         return ([] if found is None else found.rows(os.environ)), ""
@@ -94,7 +93,7 @@ def _stop(args: argparse.Namespace) -> int:
     if refused := [answer["refused"] for answer in told if "refused" in answer]:
         raise LookupError(refused[0])
     if args.json:
-        print_json([{**as_data.running(launch), "asked": "end" if args.now else "stop"} for launch in found])
+        print_json([{**data_of(launch), "asked": "end" if args.now else "stop"} for launch in found])
     else:
         print("ended" if args.now else "stopped")
     return 0
@@ -133,7 +132,7 @@ def _where(rank: Mapping[str, Any]) -> str:
 
 
 def _alike(ranks: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:
-    """Returns a row for all ranks that do the same on the same kind of device; --json tells of each."""
+    """Return a row for all ranks that do the same on the same kind of device; --json tells of each."""
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for rank in ranks:
         groups.setdefault((rank["device"].partition(":")[0], rank["state"]), []).append(rank)

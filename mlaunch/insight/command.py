@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mlaunch.base.failure_data import named
 from mlaunch.base.text import shown
 from mlaunch.caller.running_launches import facts_of, title_of, whole
-from mlaunch.cli import as_data
-from mlaunch.cli.chosen_launches import add_choice, asked, nothing, print_json
+from mlaunch.cli.chosen_launches import add_choice, asked, launch_data, nothing, print_json, rank_data
 from mlaunch.insight.wire import ALL_STACKS, STACKS, WHY
 
 if TYPE_CHECKING:
@@ -93,7 +92,7 @@ def _every_thread(ranks: Iterable[Mapping[str, Any]]) -> str:
 
 def with_stacks(told: Mapping[str, Any], *, all_threads: bool) -> dict[str, Any]:
     """Return a launch with each rank's frames; all threads, as the text of faulthandler."""
-    return as_data.launch(told, [_with_frames(rank, all_threads=all_threads) for rank in told["ranks"]])
+    return launch_data(told, [_with_frames(rank, all_threads=all_threads) for rank in told["ranks"]])
 
 
 def with_reason(told: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,9 +100,9 @@ def with_reason(told: Mapping[str, Any]) -> dict[str, Any]:
     from mlaunch.insight.caller.why_text import blamed, sentence, view_of
 
     ranks = [{**_with_frames(rank), "doing": view_of(rank).doing} for rank in told["ranks"]]
-    return {**as_data.launch(told, ranks), "why": sentence(told["ranks"]), "waited_for": blamed(told["ranks"])}
+    return {**launch_data(told, ranks), "why": sentence(told["ranks"]), "waited_for": blamed(told["ranks"])}
 
 
 def _with_frames(told: Mapping[str, Any], *, all_threads: bool = False) -> dict[str, Any]:
     text = {"stacks": told.get("stacks", "")} if all_threads else {}
-    return {**as_data.rank(told), "frames": named(told.get("frames", [])), **text}
+    return {**rank_data(told), "frames": named(told.get("frames", [])), **text}

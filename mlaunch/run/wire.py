@@ -1,4 +1,4 @@
-"""What the ranks of a command need to know of it."""
+"""The command, for its ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mlaunch.base.frozen_record import frozen_record
 
 @frozen_record
 class Script:
-    """What each rank runs as a fresh interpreter would.
+    """A command that each rank runs as a fresh interpreter would.
 
     ``kind``: "file" (also a directory or zip with a ``__main__``), "module", "function" or "program" (not Python).
     """

@@ -729,7 +729,7 @@ def test_devices_that_are_not_there(tmp_path: Path) -> None:
     for args in (["--devices", "0"], ["--nproc-per-node", "gpu"]):
         done = run(tmp_path, *args, write(tmp_path, ""))
         assert done.returncode == 2
-        assert re.search(r"mlaunch run: --\S+.*: (torch \S+ is built for CPUs alone|no device is visible)", done.stderr)
+        assert re.search(r"mlaunch run: --\S+.*: (torch \S+ is built for CPUs only|no device is visible)", done.stderr)
     assert run(tmp_path, "--nproc-per-node", "auto", write(tmp_path, "print(1)")).stdout == "1\n" * len(
         os.sched_getaffinity(0)
     )

@@ -54,7 +54,7 @@ def test_a_name_that_means_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("found", "state", "text"),
     [
-        ({"accelerator": None}, "ok", "this torch is built for CPUs alone"),
+        ({"accelerator": None}, "ok", "this torch is built for CPUs only"),
         ({"accelerator": "cuda", "devices": 0}, "note", "0 cuda visible; CUDA 13, NCCL 2.27"),
         ({"accelerator": "cuda", "devices": 2, "error": "RuntimeError: no driver"}, "problem",
          "2 cuda visible; CUDA 13, NCCL 2.27; RuntimeError: no driver"),

@@ -187,7 +187,6 @@ INSIDE = {
     "mlaunch.rendezvous.waiting": "test_ranks_share_the_launchs_own_server",
     "mlaunch.numa.rank.bound_rank": "test_ranks_that_stay_on_nodes",
     "mlaunch.run.__main__": "test_the_modules_that_are_commands",
-    "mlaunch.run.command.flag_values": "test_the_plan",
     "mlaunch.run.rank.environ": "test_a_script_is_main",
     "mlaunch.run.wire": "test_a_script_is_main",
     "mlaunch.machines.caller": "test_two_machines_that_are_threads",

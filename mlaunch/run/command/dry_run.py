@@ -1,4 +1,4 @@
-"""What ``mlaunch run --dry-run`` prints."""
+"""The text of ``mlaunch run --dry-run``."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _OWN = "TORCHELASTIC_ERROR_FILE"  # differs between ranks although it names no r
 
 
 def describe(job: Job, size: int, environ: Mapping[str, str], runtime: str | None = None) -> str:
-    """Returns the plan, for people. ``environ``: the caller's. ``runtime``: None: not known; then CUDA's rules.
+    """Return the plan, for people. ``environ``: the caller's. ``runtime`` None: unknown, so CUDA's rules apply.
 
     Raises:
-        ValueError: This machine cannot serve the job.
+        ValueError: This machine cannot run the job.
     """
     spec, asked = _spec(job, size, environ), job.asked
     first, world = spec.rank_start, spec.world_size
@@ -51,13 +51,13 @@ def describe(job: Job, size: int, environ: Mapping[str, str], runtime: str | Non
 
 
 def _guess(job: Job, size: int) -> str:
-    """Guesses: only all machines together know which ranks each has."""
+    """Return the assumption about other machines, whose ranks are known only at the start."""
     return f", if each machine has {size}" if job.nodes > 1 else ""
 
 
 def _spec(job: Job, size: int, environ: Mapping[str, str]) -> LaunchSpec:
-    """Returns the launch as far as it is known before anything starts, by the code that plans real ones."""
-    # No process is started for a plan, so nothing is known of torch and devices.
+    """Return the launch as far as it is known before the start, from the code that plans real ones."""
+    # Nothing is known of torch and devices: no process is started.
     nothing_known = ThisMachine(Ready("", None, ("gloo",)), lambda _environ: 0)
     spec = spec_of(job, size, nothing_known, environ, Attempt(0, job.asked.deadline), _AT_THE_START)
     if spec.target is None or job.run_id:
@@ -68,7 +68,7 @@ def _spec(job: Job, size: int, environ: Mapping[str, str]) -> LaunchSpec:
 def _environment(
     job: Job, spec: LaunchSpec, local_rank: int, environ: Mapping[str, str], runtime: str | None
 ) -> dict[str, str]:
-    """Says what the rank gets beyond the caller's environment."""
+    """Return the rank's variables that the caller's environment does not have."""
     if spec.target is None:
         return {}
     port = job.port if job.nodes == 1 and job.port else _AT_THE_START
@@ -81,7 +81,7 @@ def _environment(
 
 
 def _is_of_one(name: str) -> bool:
-    """Tells which are a rank's own: with one rank every variable is shared; these are still the rank's own."""
+    """True for a rank's own variable: a single rank shares all others with itself."""
     return name in {"RANK", "LOCAL_RANK", "ROLE_RANK", _OWN}
 
 

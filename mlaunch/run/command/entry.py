@@ -1,7 +1,8 @@
 """``mlaunch run``: a command on every rank, from one interpreter that imports torch once.
 
-This process is the launcher: it plans, starts the interpreter that forks agent and ranks, passes signals on, and tells
-how it ended. It imports no torch itself, and little before it asks for that interpreter; ``run_job`` has what follows.
+This process is the launcher: it plans, starts the interpreter that forks agent and ranks, passes signals on, and
+reports how the command ended. It does not import torch, and little before it asks for that interpreter; ``run_job`` has
+the rest.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ from mlaunch.caller.server.start_server import Interpreter, start_interpreter
 from mlaunch.cli.checks import UsageError
 from mlaunch.core import load
 from mlaunch.run.command import flags
-from mlaunch.run.command.flag_values import behind_the_script
-from mlaunch.run.command.job import Job, job_of, with_source
+from mlaunch.run.command.job import Job, behind_the_script, job_of, with_source
 from mlaunch.run.command.output import Wishes, errors, fail, say, wishes_of
 from mlaunch.run.command.statuses import FAILED, MISUSE, SIGNALLED
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str], *, prog: str = "mlaunch run", of_launch: bool = False) -> int:
-    """Runs the command line; returns the exit status. ``of_launch``: torch.distributed.launch's."""
+    """Run the command line; return the exit status. ``of_launch``: that of torch.distributed.launch."""
     parser = flags.parser(prog)
     parser.set_defaults(use_env=True)
     if of_launch:
@@ -52,7 +52,7 @@ def main(argv: Sequence[str], *, prog: str = "mlaunch run", of_launch: bool = Fa
 
                 return run_there(job, wishes, engine)
             status = _run(job, wishes, dry=args.dry_run)
-            # argparse's status, which the script's parser may have ended with for a flag that was meant for us.
+            # argparse's status: the script's parser may have refused a flag that was meant for mlaunch run.
             if status == MISUSE and (flag := behind_the_script(job.args)):
                 say(f"{flag} comes after {job.target}, which got it: flags of mlaunch run come before the script")
             return status
@@ -71,14 +71,14 @@ def main(argv: Sequence[str], *, prog: str = "mlaunch run", of_launch: bool = Fa
 
 def _job_of(args: argparse.Namespace) -> Job:
     job = job_of(args, os.environ)
-    if getattr(args, "lease", None) is None:  # the flag is there if its feature is
+    if getattr(args, "lease", None) is None:  # the flag exists if its feature does
         return job
     checked: Job = load.module_of("leases", "command").check(args, job)
     return checked
 
 
 def _engine_of(args: argparse.Namespace) -> Engine | None:
-    """Returns the engine that the flags name; only then engines are imported."""
+    """Return the engine that the flags name; only then import engines."""
     if args.engine is None:
         return None
     try:
@@ -108,7 +108,7 @@ def _run(job: Job, wishes: Wishes, *, dry: bool) -> int:
 
 
 def _executable(environ: Mapping[str, str]) -> str:
-    """Returns the interpreter that runs the ranks; torchrun's variable."""
+    """Return the interpreter for the ranks, from torchrun's variable."""
     executable = environ.get("PYTHON_EXEC", sys.executable)
     if shutil.which(executable) is None:
         raise UsageError(f"PYTHON_EXEC {executable}: no such program, or it is not executable")
@@ -116,7 +116,7 @@ def _executable(environ: Mapping[str, str]) -> str:
 
 
 def _server(like: Interpreter, environ: Mapping[str, str]) -> ForkServer:
-    """Returns one that some feature has at hand, such as ``mlaunch warm``, or a fresh interpreter."""
+    """Return a fork server of a feature, such as ``mlaunch warm``, or start one."""
     try:
         return load.server_at_hand(environ, like) or start_interpreter(environ, like)
     except (ValueError, ModuleNotFoundError) as error:
@@ -125,12 +125,12 @@ def _server(like: Interpreter, environ: Mapping[str, str]) -> ForkServer:
 
 @contextlib.contextmanager
 def _stopping_at(numbers: Sequence[int]) -> Iterator[None]:
-    """Raises EndSignal in the main thread when one of these signals comes."""
+    """Raise EndSignal in the main thread when one of these signals comes."""
 
     def stop(number: int, _frame: FrameType | None) -> None:
         raise EndSignal(number)
 
-    # One that was ignored when this command started (nohup) stays so.
+    # A signal that was ignored when this command started (nohup) stays ignored.
     wanted = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, stop) for number in wanted}
     try:
@@ -141,7 +141,7 @@ def _stopping_at(numbers: Sequence[int]) -> Iterator[None]:
 
 
 def _let_go_of_streams() -> None:
-    """Lets go of streams whose reader has left (``| head``): the interpreter's last flush must not fail."""
+    """Redirect streams whose reader has left (``| head``), so that the interpreter's last flush does not fail."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -1,6 +1,6 @@
-"""The flags of ``mlaunch run``: torchrun's, in both spellings and from ``PET_*`` variables, and our own.
+"""The flags of ``mlaunch run``: torchrun's, in both spellings and from ``PET_*`` variables, and mlaunch's own.
 
-What torchrun offers and we do not is refused by name, with the reason.
+Flags that only torchrun has are refused by name, with the reason.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mlaunch.run.command.output import errors, note_error
 
 STD_HELP = "0 none, 1 stdout, 2 stderr, 3 both, or by local rank: 0:3,1:2"
 DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
-# Named, so that a script written for torchrun is told why, and not that there is no such flag.
+# Named, so that a command line for torchrun gets the reason.
 _REFUSED = {
     "--start-method": "ranks are always forked from one fresh interpreter",
     "--event-log-handler": "it names a plug-in of torchrun's; --events writes a file, or spans of OpenTelemetry",
@@ -57,32 +57,31 @@ exit status, of the first rank that failed:
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Shows one spelling of each flag."""
+    """A formatter that shows one spelling of each flag."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=34, width=110)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         shown = copy.copy(action)
-        # torchrun has both spellings, --nproc_per_node too, and a help of both is twice as long.
         shown.option_strings = [name for name in action.option_strings if "_" not in name]
         return super()._format_action_invocation(shown)
 
 
 class Flags(argparse.ArgumentParser):
-    """Raises UsageError for a bad value of the environment, too."""
+    """The parser. It checks values from the environment, too."""
 
     def __init__(self, environ: Mapping[str, str], **settings: Any) -> None:
         super().__init__(formatter_class=_Formatter, epilog=_EXAMPLES, usage=_usage(settings), **settings)
         self.environ = environ
 
     def parse_args(self, args: Sequence[str], namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
-        """Read the flags before the script; what follows it is the script's, whatever it looks like."""
-        # argparse compares all words with the flags, those of REMAINDER, too: a script's --r=16 is ambiguous to it.
+        """Read the flags before the script; all words after it are the script's."""
+        # argparse compares all words with the flags, even those of REMAINDER: a script's --r=16 would be ambiguous.
         end = self._place_of_script(args) + 1
-        errors.begin(_given("--error-file", args[:end]))  # which may have to say that these words are wrong
+        errors.begin(_given("--error-file", args[:end]))  # an error in these words goes there, too
         found: argparse.Namespace = super().parse_args(args[:end], namespace)
-        separated = args[end : end + 1] == ["--"]  # which torchrun's script does not get
+        separated = args[end : end + 1] == ["--"]  # torchrun's script does not get it either
         found.training_script_args = list(args[end + separated :])
         return found
 
@@ -104,20 +103,20 @@ class Flags(argparse.ArgumentParser):
         return "=" not in word and len(candidates) == 1 and candidates[0].nargs is None
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """End the command; a wrong command line is noted for who has started it, too."""
+        """End the command; note a wrong command line for its starter, too."""
         if status and message:
             note_error(message.strip(), status)
         super().exit(status, message)
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        """Finds the flags that begin so, each once: two spellings of one flag are not ambiguous."""
+        """Return the flags that begin so, each once: two spellings of one flag are not ambiguous."""
         found: dict[int, Any] = {}
         for candidate in super()._get_option_tuples(option_string):
             found.setdefault(id(candidate[0]), candidate)
         return list(found.values())
 
     def flag(self, group: Any, *names: str, default: Any = None, kind: Callable[[str], Any] = str, **more: Any) -> None:
-        """Adds a flag with a value, in both spellings."""
+        """Add a flag with a value, in both spellings."""
         variable = _variable(names)
         given = self.environ.get(variable)
         if given is not None:
@@ -138,7 +137,7 @@ class Flags(argparse.ArgumentParser):
 
 
 def _given(name: str, words: Sequence[str]) -> str | None:
-    """Return the value that a flag has in words that are not read yet."""
+    """Return the value of a flag in words that are not parsed yet."""
     for word, following in zip(words, [*words[1:], ""], strict=True):
         flag, has_value, value = word.replace("_", "-").partition("=")[0], "=" in word, word.partition("=")[2]
         if flag == name and (has_value or following):

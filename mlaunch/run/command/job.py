@@ -1,4 +1,4 @@
-"""From the flags of ``mlaunch run`` to what is to be done, checked before any process starts."""
+"""The job of ``mlaunch run``: its flags, read and checked before any process starts."""
 
 from __future__ import annotations
 
@@ -7,39 +7,38 @@ import dataclasses
 import importlib.util
 import os
 import re
+import shlex
 import shutil
+import signal
+import socket
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import field
 
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.linux import working_directory
+from mlaunch.base.log import log
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.cli.checks import UsageError, at_least, numbers, seconds_of
-from mlaunch.run.command.flag_values import (
-    grace_period_of,
-    is_here,
-    optional,
-    preemptions_of,
-    role_of,
-    signals_of,
-    token_of,
-)
+from mlaunch.cli.checks import UsageError, at_least, number, numbers, seconds_of
+from mlaunch.protocol import token as tokens
 from mlaunch.run.command.flags import options_of
 
 _STATIC_PORT = 29500  # torchrun's
 _JOIN_TIMEOUT = 300.0
 _NO_ID = "none"  # torchrun's
 _BACKENDS = ("static", "c10d")
-_STDIN = "-"  # as python takes it
+_STDIN = "-"  # as for python
 _FUNCTION = re.compile(r"[\w.]+:[\w.]+")
+_LONGEST_ROLE = 255  # characters: it is sent to all machines
+_HARDLY_A_SCRIPTS = {"--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-endpoint", "--standalone"}
+_SHUTDOWN_TIMEOUT = "30"  # seconds, torchrun's: enough to save a checkpoint
 COUNTED = ("auto", "gpu", "cpu", "xpu")
 
 
 @frozen_record
 class Job:
-    """``size``: ranks on this machine, or one of COUNTED."""
+    """A command to run. ``size``: ranks on this machine, or one of COUNTED."""
 
     kind: str  # as in Script
     target: str
@@ -59,12 +58,12 @@ class Job:
     role: str
     preload: tuple[str, ...]
     virtual_local_rank: bool
-    lease: int | None = None  # so many devices are waited for
+    lease: int | None = None  # the number of devices to wait for
     source: bytes | None = field(default=None, repr=False)  # of a script that cannot be read twice
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The name for people."""
         if self.source is not None:
             return "<stdin>" if self.target == _STDIN else self.target
         return os.path.basename(self.target) if self.kind in {"file", "program"} else self.target
@@ -85,7 +84,7 @@ class Job:
 
 
 def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
-    """Reads the flags; UsageError for what does not fit together, or is not there."""
+    """Return the job of the flags; UsageError if they do not fit together, or name what does not exist."""
     kind, target, path = _what(args)
     extra = () if args.use_env else ("--local-rank=${local_rank}",)
     devices = numbers("--devices", args.devices) if args.devices else None
@@ -105,16 +104,16 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
         node_rank=node_rank,
         host=host,
         port=port,
-        token=token_of(args.token_file, environ),
+        token=_token_of(args.token_file, environ),
         asked=Options(
             join_timeout=seconds_of("--rdzv-conf", conf.get("join_timeout", conf.get("timeout", _JOIN_TIMEOUT))),
-            grace_period=grace_period_of(args.shutdown_timeout, environ),
+            grace_period=_grace_period_of(args.shutdown_timeout, environ),
             **options_of(args),
         ),
-        max_preemptions=preemptions_of(args.max_preemptions or 0, args.engine),
-        signals=signals_of(args.signals_to_handle),
+        max_preemptions=_preemptions_of(args.max_preemptions or 0, args.engine),
+        signals=_signals_of(args.signals_to_handle),
         run_id="" if args.standalone or (nodes == 1 and args.rdzv_id == _NO_ID) else args.rdzv_id,
-        role=role_of(args.role),
+        role=_role_of(args.role),
         preload=tuple(name for name in (args.preload or "").split(",") if name),
         virtual_local_rank=args.virtual_local_rank,
     )
@@ -124,7 +123,7 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
 
 
 def _what(args: argparse.Namespace) -> tuple[str, str, tuple[str, ...]]:
-    """Returns kind, target, and the ranks' sys.path, whose first entry is what a fresh interpreter would put there."""
+    """Return kind, target, and the ranks' sys.path, with the first entry of a fresh interpreter."""
     target: str = args.training_script
     base = tuple(sys.path if getattr(sys.flags, "safe_path", False) else sys.path[1:])
     safe = len(base) == len(sys.path)
@@ -158,7 +157,7 @@ def _is_read_once(path: str) -> bool:
 
 
 def with_source(job: Job) -> Job:
-    """Read a script that comes through a pipe or from a terminal: each rank would find what the first one has left.
+    """Read a script that comes through a pipe or from a terminal, which only one process can read.
 
     UsageError if it cannot be read.
     """
@@ -173,14 +172,14 @@ def with_source(job: Job) -> Job:
 
 
 def _is_package(path: str) -> bool:
-    """Tells whether it is a directory or archive that Python runs by its ``__main__``."""
+    """True for a directory or archive that Python runs by its ``__main__``."""
     import pkgutil
 
     return pkgutil.get_importer(path) is not None
 
 
 def _perhaps(target: str) -> str:
-    """Says what the author may have meant."""
+    """Return a hint about what the author may have meant."""
     try:
         module = importlib.util.find_spec(target)
     except (ImportError, ValueError):
@@ -211,7 +210,7 @@ def _nodes(text: str) -> int:
 
 
 def _meeting(args: argparse.Namespace, nodes: int, conf: Mapping[str, str]) -> tuple[str, int, int]:
-    """Says where rank 0 is, and which of the machines this one is."""
+    """Return address and port of rank 0, and the number of this machine."""
     if args.standalone:
         if nodes > 1:
             raise UsageError(f"--standalone with --nnodes {nodes}: it is for one machine")
@@ -225,14 +224,14 @@ def _meeting(args: argparse.Namespace, nodes: int, conf: Mapping[str, str]) -> t
         port = 0 if nodes == 1 else _STATIC_PORT
     if not 0 <= port <= 65535 or (port == 0 and nodes > 1):
         raise UsageError(f"port {port} of the master: allowed: 1 to 65535")
-    rank = args.node_rank if args.node_rank is not None else optional("--rdzv-conf rank", conf.get("rank"))
+    rank = args.node_rank if args.node_rank is not None else _optional("--rdzv-conf rank", conf.get("rank"))
     if rank is None:
         rank = 0 if nodes == 1 or args.rdzv_backend == "static" else _guess_rank(host, nodes, conf)
     return ("localhost" if nodes == 1 else host), port, rank
 
 
 def _endpoint(text: str) -> tuple[str, int | None]:
-    """Reads "host:29400", "host", "[::1]:29400"."""
+    """Read "host:29400", "host", "[::1]:29400"."""
     match = re.fullmatch(r"(?:\[(?P<six>[^\]]+)\]|(?P<host>[^:]*))(?::(?P<port>\d+))?", text)
     if match is None:
         raise UsageError(f"--rdzv-endpoint {text}: allowed: HOST:PORT, with an IPv6 address in brackets")
@@ -240,8 +239,8 @@ def _endpoint(text: str) -> tuple[str, int | None]:
 
 
 def _guess_rank(host: str, nodes: int, conf: Mapping[str, str]) -> int:
-    """Guesses: with c10d nobody says which machine is which: the one that has the endpoint's address is the first."""
-    here = conf["is_host"].lower() in {"1", "true", "yes"} if "is_host" in conf else is_here(host)
+    """Return this machine's number with c10d, which does not say it: the endpoint's machine is the first."""
+    here = conf["is_host"].lower() in {"1", "true", "yes"} if "is_host" in conf else _is_here(host)
     if here:
         return 0
     if nodes == 2:
@@ -259,3 +258,86 @@ def _conf(text: str) -> dict[str, str]:
         if key.strip() not in known:
             raise UsageError(f"--rdzv-conf {key}: not supported; allowed: {', '.join(sorted(known))}")
     return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+# Values of single flags
+
+
+def _optional(name: str, text: str | None) -> int | None:
+    return None if text is None else numbers(name, text)[0]
+
+
+def _grace_period_of(given: float | None, environ: Mapping[str, str]) -> float:
+    name, value = "--shutdown-timeout", str(given)
+    if given is None:
+        name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+        value = environ.get(name, _SHUTDOWN_TIMEOUT)
+    seconds = number(value)
+    if not seconds >= 0:
+        raise UsageError(f"{name} {value}: allowed: seconds, 0 or more")
+    return seconds
+
+
+def _role_of(text: str) -> str:
+    if not text.isprintable() or len(text) > _LONGEST_ROLE:
+        raise UsageError(f"--role {text!r}: allowed: at most {_LONGEST_ROLE} printable characters")
+    return text
+
+
+def _signals_of(text: str) -> tuple[int, ...]:
+    found = []
+    for name in filter(None, (part.strip().upper() for part in text.split(","))):
+        known = getattr(signal.Signals, name if name.startswith("SIG") else f"SIG{name}", None)
+        if known is None or known in {signal.SIGKILL, signal.SIGSTOP}:
+            raise UsageError(f"--signals-to-handle {name}: no signal of this name can be handled")
+        found.append(int(known))
+    return tuple(found)
+
+
+def _is_here(host: str) -> bool:
+    """True if an address of ``host`` belongs to this machine: only such can be bound."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise UsageError(f"the master's name {host} does not resolve: {error}") from None
+    for family, kind, _, _, address in found:
+        with socket.socket(family, kind) as probe:
+            try:
+                probe.bind(address)
+            except OSError:
+                continue
+            return True
+    return False
+
+
+def _token_of(file: str | None, environ: Mapping[str, str]) -> str | None:
+    """Return the token from ``--token-file``, or from the environment; None if there is none."""
+    if file is None:
+        try:
+            tokens.check(environ.get(tokens.VARIABLE), tokens.VARIABLE)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        return environ.get(tokens.VARIABLE)
+    try:
+        with open(file, encoding="utf-8") as opened:
+            readable = os.fstat(opened.fileno()).st_mode & (stat.S_IRGRP | stat.S_IROTH)
+            token = opened.read().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--token-file {file}: {error}") from None
+    if not token:
+        raise UsageError(f"--token-file {file}: the file is empty")
+    if readable:
+        log.warning("--token-file %s: other users can read the token there; chmod go= %s", file, shlex.quote(file))
+    return token
+
+
+def _preemptions_of(most: int, engine: str | None) -> int:
+    """Return ``--max-preemptions``, checked."""
+    if most and engine is None:
+        raise UsageError(f"--max-preemptions {most} without --engine: nobody would place the ranks anew")
+    return at_least(0, "--max-preemptions", most)
+
+
+def behind_the_script(words: Sequence[str]) -> str:
+    """Return the first of a script's arguments that looks like a flag of mlaunch run; "" if none does."""
+    return next((word for word in words if word.partition("=")[0].replace("_", "-") in _HARDLY_A_SCRIPTS), "")

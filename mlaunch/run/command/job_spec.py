@@ -19,15 +19,15 @@ from mlaunch.run.wire import Script
 def spec_of(
     job: Job, size: int, machine: ThisMachine, environ: Mapping[str, str], attempt: Attempt, error_dir: str
 ) -> LaunchSpec:
-    """Plans one attempt. ``size``: ranks on this machine; ``error_dir``: for ``record``'s files, "": the agent's own.
+    """Plan one attempt. ``size``: ranks on this machine; ``error_dir``: for ``record``'s files, "": the agent's own.
 
     Raises:
-        ValueError: This machine cannot serve the job.
-        UsageError: A feature that the flags ask for cannot.
+        ValueError: This machine cannot run the job.
+        UsageError: A feature that the flags ask for refuses it.
     """
     try:
         if job.nodes > 1:
-            load.room("machines", "caller", f"--nnodes {job.nodes}")  # else it would say world_size=
+            load.room("machines", "caller", f"--nnodes {job.nodes}")  # otherwise the error would name world_size=
         planned = plan(job.options(size), machine, job.name, environ, attempt)
     except ModuleNotFoundError as error:  # of what several machines need
         raise UsageError(str(error)) from None
@@ -51,6 +51,6 @@ def spec_of(
 
 
 def target_of(job: Job, error_dir: str) -> Target:
-    """Return what the ranks of a job run. ``error_dir``: as of ``spec_of``."""
+    """Return what the ranks of a job run. ``error_dir``: as in ``spec_of``."""
     script = Script(job.kind, job.target, job.args, job.virtual_local_rank, job.source)
     return Target("run", script, job.role, job.run_id, error_dir, of_python=job.kind != "program")

@@ -1,4 +1,4 @@
-"""What torchrun's flags ``--redirects``, ``--tee``, ``--local-ranks-filter`` and ``--log-dir`` make of the output."""
+"""The output of ``mlaunch run``, by its flags ``--redirects``, ``--tee``, ``--local-ranks-filter``, ``--log-dir``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 
 @frozen_record
 class Wishes:
-    """``redirects`` and ``tee``: for a local rank, which streams (bits of 1 and 2). ``only``: None shows all ranks."""
+    """The flags. ``redirects``, ``tee``: streams of a local rank (bits 1 and 2). ``only``: None shows all ranks."""
 
     redirects: Callable[[int], int]
     tee: Callable[[int], int]
@@ -42,16 +42,16 @@ class Wishes:
 
     @property
     def own_prefix(self) -> bool:
-        """Whether somebody has asked for another than torchrun's."""
+        """True if the prefix is not torchrun's."""
         return self.prefix != _PREFIX
 
     def prefix_of(self, role: str, rank: int, local_rank: int, host: str) -> str:
-        """Returns what stands before a rank's lines."""
+        """Return the prefix of a rank's lines."""
         template = string.Template(self.prefix)
         return template.safe_substitute(role_name=role, rank=rank, local_rank=local_rank, hostname=host)
 
     def policies(self, size: int) -> dict[tuple[int, int], Policy]:
-        """Returns those of the streams that are not simply left to their rank."""
+        """Return the policies of streams that pass through this process."""
         found = {}
         for local_rank in range(size):
             hidden = self.only is not None and local_rank not in self.only
@@ -74,7 +74,7 @@ def wishes_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Wishes:
 
 
 def _of_rank(name: str, text: str) -> Callable[[int], int]:
-    """Reads "3" or "0:3,1:2"."""
+    """Read "3" or "0:3,1:2"."""
     if re.fullmatch("[0-3]", text):
         return lambda _local_rank: int(text)
     if not re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text):
@@ -85,7 +85,7 @@ def _of_rank(name: str, text: str) -> Callable[[int], int]:
 
 
 def directory_of(wishes: Wishes, size: int, run_id: str) -> str | None:
-    """Returns a new directory for the files of this run; None if it writes none. UsageError where there can be none."""
+    """Return a new directory for the files of this run; None if it writes none. UsageError if it cannot be made."""
     if wishes.log_dir is None and not any(policy.kept for policy in wishes.policies(size).values()):
         return None
     try:
@@ -95,7 +95,7 @@ def directory_of(wishes: Wishes, size: int, run_id: str) -> str | None:
 
 
 def without_output(wishes: Wishes, size: int) -> str:
-    """Say that no output is kept in the directory that was asked for; "" if it is, or none was."""
+    """Return a message if no output is kept in the given directory; else ""."""
     if wishes.log_dir is None or any(policy.kept for policy in wishes.policies(size).values()):
         return ""
     return f"--log-dir {wishes.log_dir} keeps no output without --tee 3 (here, too) or --redirects 3 (there alone)"
@@ -104,7 +104,7 @@ def without_output(wishes: Wishes, size: int) -> str:
 def output_plan(
     wishes: Wishes, size: int, role: str, directory: str | None, rank_start: Callable[[], int]
 ) -> OutputPlan:
-    """Makes the plan. ``rank_start``: asked when ranks print, since a machine hears it from the others."""
+    """Make the plan. ``rank_start`` is called when ranks print: a machine gets its first rank from the others."""
     host = socket.gethostname()
 
     def prefix(ranks: Sequence[int]) -> str:
@@ -115,13 +115,13 @@ def output_plan(
 
 
 class ErrorFile:
-    """``--error-file``: why this command failed, for programs; there only if it did. A process is one command."""
+    """The file of ``--error-file``: why this command failed, for programs. It exists only if the command failed."""
 
     def __init__(self) -> None:
         self._path: str | None = None
 
     def begin(self, path: str | None) -> None:
-        """Remove what an earlier run has left there; for a place where no file can be, ``check`` has the words."""
+        """Remove the file of an earlier run; ``check`` refuses a path where no file can be."""
         self._path = path if path is not None and _may_be_file(path) else None
         if self._path is not None and os.path.isfile(self._path):
             os.unlink(self._path)
@@ -146,13 +146,13 @@ def _may_be_file(path: str) -> bool:
 
 
 def fail(text: str, code: int, error: LaunchError | None = None, status: int | None = None) -> None:
-    """Say why the command fails, to people and to who has started it; the arguments are as of ``note_error``."""
+    """Report why the command fails, to people and to its starter; the arguments are those of ``note_error``."""
     say(text)
     note_error(text, code, error, status)
 
 
 def annotate(error: LaunchError) -> None:
-    """Have the CI service that runs this command show the failure beside the line that it comes from."""
+    """Have the CI service that runs this command show the failure beside its line of code."""
     service = load.at_hand("ci", "caller")
     if service is not None and service.is_asked():
         with contextlib.suppress(OSError):
@@ -160,9 +160,9 @@ def annotate(error: LaunchError) -> None:
 
 
 def note_error(text: str, code: int, error: LaunchError | None = None, status: int | None = None) -> None:
-    """Write why the command fails, where who has started it asks: ``TORCHELASTIC_ERROR_FILE``, ``--error-file``.
+    """Write why the command fails to the files that were asked for: ``TORCHELASTIC_ERROR_FILE``, ``--error-file``.
 
-    ``code``: its exit status, or minus the number of the signal that ended it. ``status``: its exit status, if that is
+    ``code``: the exit status, or minus the number of the signal that ended it. ``status``: the exit status, if it is
     another.
     """
     kind = {MISUSE: "misuse", STOPPED: "stopped_as_agreed"}.get(code, "interrupted" if code < 0 else "not_started")
@@ -176,7 +176,7 @@ def note_error(text: str, code: int, error: LaunchError | None = None, status: i
 
 
 def say(text: str) -> None:
-    """Tells it on stderr."""
+    """Print a message on stderr."""
     with contextlib.suppress(OSError):
         shown = text if sys.stderr is not None and sys.stderr.isatty() else without_escapes(text)
         print(f"mlaunch: {shown}", file=sys.stderr, flush=True)

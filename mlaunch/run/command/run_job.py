@@ -1,4 +1,4 @@
-"""What ``mlaunch run`` does once its fork server is on its way: plans, starts, and tells how it ended.
+"""The run of a job: planned, started, and its end reported.
 
 ``entry`` imports this after it has asked for the fork server, which gets ready meanwhile.
 """
@@ -31,11 +31,11 @@ from mlaunch.run.command.statuses import FAILED, STOPPED, TIMED_OUT, status_of
 if TYPE_CHECKING:
     from mlaunch.engines.caller.engine import Engine
 
-Attempts = Callable[[CallerParts], Steps]  # all of a job; how the last one ended
+Attempts = Callable[[CallerParts], Steps]  # all attempts of a job; returns how the last one ended
 
 
 def describe_here(job: Job, server: ForkServer | None, environ: dict[str, str]) -> int:
-    """Prints what would be done; ``server``: None where nothing has to be counted. Returns the exit status."""
+    """Print the plan; ``server`` None: nothing has to be counted. Return the exit status."""
     from mlaunch.run.command.dry_run import describe
 
     try:
@@ -49,7 +49,7 @@ def describe_here(job: Job, server: ForkServer | None, environ: dict[str, str]) 
 
 
 def run_here(job: Job, server: ForkServer, environ: dict[str, str], wishes: Wishes) -> int:
-    """Runs the job on this machine; returns the exit status."""
+    """Run the job on this machine; return the exit status."""
     try:
         with _parts_of(job) as parts:
             if job.lease is None:
@@ -65,7 +65,7 @@ def run_here(job: Job, server: ForkServer, environ: dict[str, str], wishes: Wish
 
 
 def _parts_of(job: Job) -> CallerParts:
-    """Returns the parts of what the flags ask for. UsageError for what this machine refuses."""
+    """Return the parts of the features that the flags ask for. UsageError if this machine refuses one."""
     try:
         return CallerParts(job.options(1), as_flag)
     except OSError as error:
@@ -81,17 +81,17 @@ def _failed(error: LaunchError) -> int:
 def _on_its_devices(
     job: Job, server: ForkServer, environ: dict[str, str], wishes: Wishes, held: Sequence[int]
 ) -> Attempts:
-    """Returns what runs the job."""
+    """Return what runs the job."""
     size, environ = _on_devices(job, server, environ)
     if job.virtual_local_rank:
         _check_devices(size, environ, server.ready().runtime)
-    if job.asked.numa is None:  # of which only the ranks know what it gives them
+    if job.asked.numa is None:  # otherwise only the ranks know their CPUs
         _say_threads(size, environ)
     return _launch(job, size, server, environ, wishes, held)
 
 
 def run_there(job: Job, wishes: Wishes, engine: Engine) -> int:
-    """Runs the job on an engine's machines; returns the exit status."""
+    """Run the job on an engine's machines; return the exit status."""
     from mlaunch.run.command.run_on_engine import There
 
     size = job.size if isinstance(job.size, int) else 1
@@ -110,7 +110,7 @@ def run_there(job: Job, wishes: Wishes, engine: Engine) -> int:
 def _launch(
     job: Job, size: int, server: ForkServer, environ: Mapping[str, str], wishes: Wishes, held: Sequence[int]
 ) -> Attempts:
-    """Returns what runs the job."""
+    """Return what runs the job."""
     directory = _directory(wishes, size, job)
     machine = ThisMachine(server.ready(), server.count_devices)
 
@@ -140,7 +140,7 @@ def _directory(wishes: Wishes, size: int, job: Job) -> str | None:
 
 
 def _carry_out(job: Job, attempts: Attempts, parts: CallerParts) -> int:
-    """Makes the attempts; returns the exit status of a job that has ended well, or was late."""
+    """Make the attempts; return the exit status of a job that has ended well or was late."""
     begun = time.monotonic()
     try:
         with parts.around():
@@ -158,14 +158,14 @@ def _carry_out(job: Job, attempts: Attempts, parts: CallerParts) -> int:
 
 
 def _on_devices(job: Job, server: ForkServer, environ: dict[str, str]) -> tuple[int, dict[str, str]]:
-    """Returns the number of ranks, counted, and the environment that shows the wanted devices alone."""
+    """Return the number of ranks, and the environment that shows only the wanted devices."""
     ready = server.ready(job.asked.deadline)
     count = 0
     if job.devices is not None or job.size in {"auto", "gpu", "xpu"}:
         count = server.count_devices(environ) if ready.accelerator else 0
     if job.devices is not None:
         if not ready.accelerator:
-            raise UsageError(f"--devices: torch {ready.torch_version} is built for CPUs alone")
+            raise UsageError(f"--devices: torch {ready.torch_version} is built for CPUs only")
         try:
             accelerator = Accelerator(ready.accelerator, ready.runtime or ready.accelerator, count)
             environ |= shown(accelerator, job.devices, environ)
@@ -188,7 +188,7 @@ def _check_devices(size: int, environ: Mapping[str, str], runtime: str | None) -
 
 
 def _say_threads(size: int, environ: Mapping[str, str]) -> None:
-    """Says to who wants to know how many threads each rank has: mostly as many as its user would give it."""
+    """Print, for users who want details, how many threads each rank has."""
     cpus = device.usable_cpus()
     if size > 1 and "OMP_NUM_THREADS" not in environ:
         tell_curious(
@@ -197,7 +197,7 @@ def _say_threads(size: int, environ: Mapping[str, str]) -> None:
 
 
 def _fail(error: LaunchError, status: int | None = None) -> int:
-    """Says how the launch failed; returns the exit status, which is that of its kind if none is given."""
+    """Report how the launch failed; return the exit status: ``status``, or that of its kind."""
     ends_with = status_of(error) if status is None else status
     fail(str(error), FAILED if status is None else status, error, ends_with)
     annotate(error)

@@ -19,7 +19,7 @@ from mlaunch.run.command.job import Job
 from mlaunch.run.command.job_spec import target_of
 from mlaunch.run.command.output import Wishes
 
-# Flags that an engine or its machines decide.
+# Flags whose values an engine or its machines decide.
 _DECIDED = (
     "node_rank", "master_addr", "master_port", "rdzv_endpoint", "devices", "preload", "dry_run", "standalone",
     "token_file",
@@ -27,7 +27,7 @@ _DECIDED = (
 
 
 def engine_of(args: argparse.Namespace) -> Engine | None:
-    """Returns the engine that the flags name. UsageError for flags that do not go with it."""
+    """Return the engine that the flags name. UsageError for flags that it does not allow."""
     if args.engine is None:
         return None
     for name in _DECIDED:
@@ -60,7 +60,7 @@ class There:
         self._machines.close()
 
     def _output(self, _spec: LaunchSpec, hosts: dict[int, str]) -> OutputPlan:
-        """Shows all ranks, since none has a stream of this process; files are named by global rank."""
+        """Show all ranks, since none has this process's streams; files are named by global rank."""
         places = {rank: rank - machine.rank_start for machine in self._machines.machines for rank in machine.ranks}
         wished = self._wishes.policies(max(places.values()) + 1)
         policies = {

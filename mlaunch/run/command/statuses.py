@@ -10,9 +10,9 @@ FAILED = 1
 MISUSE = 2  # as argparse's
 OUT_OF_MEMORY = 52  # as Spark's
 STOPPED = 75  # as agreed; EX_TEMPFAIL of sysexits.h: try again later
-NO_PROGRESS = 93  # NVIDIA's ft_launcher says by it that a scheduler should not requeue
+NO_PROGRESS = 93  # as NVIDIA's ft_launcher: a scheduler should not requeue the job
 TIMED_OUT = 124  # as timeout(1)
-SIGNALLED = 128  # + a signal's number, as a shell tells it
+SIGNALLED = 128  # + the signal's number, as in a shell
 
 _OF_KIND = {
     "out_of_memory": OUT_OF_MEMORY,

@@ -23,6 +23,6 @@ def environ_of(
     if script.virtual_local_rank:
         environ["LOCAL_RANK"] = "0"
     if script.virtual_local_rank or (runtime in {"cuda", None} and len(device.instances(environ)) > local_rank):
-        # A script takes device LOCAL_RANK, of which a process sees the first alone where they are MIG instances.
+        # A script takes device LOCAL_RANK; but of MIG instances, a process sees only the first.
         environ |= device.only(local_rank, environ, runtime)
     return environ

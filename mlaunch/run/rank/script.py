@@ -1,7 +1,7 @@
 """A rank that runs a command: a script, a module, a function or a program, each as under a fresh interpreter.
 
-What a fresh interpreter does at its end is done here one by one, short of finalising it: torch's threads make that
-slow, and now and then fatal. docs/command.rst lists what differs.
+Its end does the steps of an interpreter's, except finalising it: torch's threads make that slow, and sometimes fatal.
+docs/command.rst lists the differences.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _STREAMS = ("stdin", "stdout", "stderr")
 
 
 class ScriptRank(Rank):
-    """Joins no process group: that is the script's own business."""
+    """A rank that runs a command, and leaves process groups to it."""
 
     def __init__(self, args: RankArgs, target: Target) -> None:
         super().__init__(args)
@@ -47,7 +47,7 @@ class ScriptRank(Rank):
         self._script: Script = target.work
 
     def live(self) -> int:
-        """Becomes a rank, runs the command, leaves. Returns the exit code."""
+        """Become a rank, run the command, leave. Return the exit code."""
         try:
             self._become_rank()
             self._enter(Phase.COMMANDED)
@@ -70,12 +70,10 @@ class ScriptRank(Rank):
             code = 1
         if code == 0:
             self._enter(Phase.LEAVING)
-        # Here, and then os._exit: to take torch apart costs some 0.1 s a rank, and aborts about one plain script of
-        # 24 on a busy machine.
+        # Then os._exit: taking torch apart costs 0.1 s a rank, and aborts one plain script of 24 on a busy machine.
         _finish()
         if code < 0:
-            # Whoever waits for this process sees the signal, as a shell does for an interpreter that Ctrl-C has
-            # ended.
+            # The parent sees the signal, as a shell does after Ctrl-C in an interpreter.
             signal.signal(-code, signal.SIG_DFL)
             os.kill(os.getpid(), -code)
         return code
@@ -88,34 +86,34 @@ class ScriptRank(Rank):
         args, script = self._args, self._script
         runtime = device.offered().runtime if script.virtual_local_rank else None
         environ = environ_of(self._spec, self._target, args.local_rank, args.rendezvous, runtime)
-        # torch's @record writes the error file without a look at its directory.
+        # torch's @record expects the directory of its error file.
         os.makedirs(os.path.dirname(environ[error_file.VARIABLE]), exist_ok=True)
         self._take_surroundings(environ)
         arguments = [string.Template(text).safe_substitute(local_rank=args.local_rank) for text in script.args]
-        # After the surroundings, which bring the arguments of the command that launches.
+        # After the surroundings, which set the launcher's arguments.
         sys.argv[:] = [script.name, *arguments]
         _seed_afresh()
 
     def _show(self, error: BaseException) -> None:
-        """Shows it to a hook of the script's own, or a log. The launcher tells it to everybody else."""
-        told = 2 not in self._spec.streams(self._args.local_rank) and not self._is_fork
-        if not told or not _is_default(sys.excepthook):
+        """Show the error to a hook of the script, or in its log. Otherwise the launcher reports it."""
+        is_reported = 2 not in self._spec.streams(self._args.local_rank) and not self._is_fork
+        if not is_reported or not _is_default(sys.excepthook):
             error = below_ours(error, keep_last=False)
             sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
             sys.excepthook(type(error), error, error.__traceback__)
 
 
 def _seed_afresh() -> None:
-    """Seeds the generators anew that the imported modules seeded once for all ranks. Python's own sees to itself."""
+    """Seed generators that were seeded by imports, once for all ranks. Python's own does so by itself."""
     import torch
 
     torch.default_generator.seed()
-    generators = sys.modules.get("numpy.random")  # which numpy imports when it is first asked for
+    generators = sys.modules.get("numpy.random")  # which numpy imports at its first use
     if generators is not None:
         generators.seed()
 
 
-# What there is to run
+# Kinds of commands
 
 
 def _run_file(path: str) -> None:
@@ -181,7 +179,7 @@ def _run_function(target: str) -> None:
 
 def _run_program(name: str) -> None:
     # An ignored signal stays ignored in the program: `head` at the end of its pipe would not end it.
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these
         signal.signal(number, signal.SIG_DFL)
     os.execvp(name, sys.argv)
 
@@ -205,7 +203,7 @@ def _new_main() -> types.ModuleType:
 
 
 def _open_streams() -> None:
-    """Opens standard streams with the encodings of this interpreter, on the descriptors of this rank."""
+    """Open standard streams with the encodings of this interpreter, on the descriptors of this rank."""
     for fd, name in enumerate(_STREAMS):
         stream = _stream(fd, getattr(sys, f"__{name}__"))
         setattr(sys, name, stream)
@@ -224,14 +222,14 @@ def _stream(fd: int, like: TextIO | None) -> TextIO:
         stream = io.TextIOWrapper(raw, encoding=encoding, errors=errors, write_through=True)
     else:
         # By lines, since ranks share a terminal. Python's line_buffering splits a print of several lines: of 80,000
-        # lines of two ranks 360 to 8,500 were mixed. A print costs 9 us here, and 4 there.
+        # lines of two ranks, it mixed 360 to 8,500. A print costs 9 us with this, and 4 with that.
         stream = Text(WholeLines(raw), encoding=encoding, errors=errors, write_through=True)
     stream.mode = mode  # type: ignore[misc]
     return stream
 
 
 def _is_default(hook: Any) -> bool:
-    """Tells whether it only prints. torch puts one of its own, which adds the rank, around what it finds."""
+    """True if the hook only prints. torch wraps a hook in its own, which adds the rank."""
     if getattr(hook, "__module__", "") == "torch.distributed.distributed_c10d":
         cells = [cell.cell_contents for cell in hook.__closure__ or ()]
         return all(_is_default(held) for held in cells if callable(held))
@@ -239,15 +237,14 @@ def _is_default(hook: Any) -> bool:
 
 
 def _finish() -> None:
-    """Ends as an interpreter does: threads, exit handlers, then what the script still holds."""
+    """End as an interpreter does: threads, exit handlers, then the script's objects."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    if threading.active_count() == 1:  # a daemon thread would stumble over what is gone
+    if threading.active_count() == 1:  # a daemon thread would miss what is gone
         sys.modules.pop("__main__", None)
         sys.last_type = sys.last_value = sys.last_traceback = None
-        gc.collect()  # it runs all destructors before it takes anything away from them
-    # os._exit flushes nothing, and a script may leave files open, as under an interpreter that closes them at its
-    # end.
+        gc.collect()  # it runs all destructors before it clears their objects
+    # os._exit flushes nothing; an interpreter closes files that a script has left open.
     for stream in [held for held in gc.get_objects() if isinstance(held, io.TextIOWrapper | io.BufferedWriter)]:
         try:
             stream.flush()
