@@ -1,1 +1,1 @@
-"""Launches over several machines, each of which has a caller or a member of its own: they join, and end together."""
+"""Launches over several machines, each with its own caller or member: the machines join, and end together."""

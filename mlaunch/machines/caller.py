@@ -1,4 +1,4 @@
-"""How the machines of a launch are to find each other, as its caller says."""
+"""How the machines of a launch find each other, according to the caller's options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlaunch.rendezvous.store_keys import limit_of
 
 
 def rendezvous(options: Options, environ: Mapping[str, str], name: str) -> Rendezvous:
-    """Return where the machines of a launch meet, and who may join them. ValueError for a token that is none."""
+    """Return where the machines of a launch meet, and with which token they join. ValueError for an invalid token."""
     token, source = options.token, "token="
     if token is None:
         token, source = environ.get(tokens.VARIABLE), tokens.VARIABLE
@@ -23,5 +23,5 @@ def rendezvous(options: Options, environ: Mapping[str, str], name: str) -> Rende
         log.warning("%s: %s has %d characters, which others may guess; %s", name, source, len(token), tokens.ADVICE)
     key = tokens.key_of(token) if token else None
     times = options.join_timeout, options.heartbeat_timeout
-    host = options.master_ip.strip("[]")  # of an IPv6 address, as in URLs
+    host = options.master_ip.strip("[]")  # around an IPv6 address, as in URLs
     return Rendezvous(host, options.port, key, *times, store_limit=None if key else limit_of(environ))

@@ -1,1 +1,1 @@
-"""How ranks and machines find each other. Runs in processes of its own beside the agent, and in clients."""
+"""How ranks and machines find each other: stores, which separate processes or threads serve, and their clients."""

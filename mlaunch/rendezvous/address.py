@@ -14,7 +14,7 @@ from pathlib import Path
 LOOPBACK = "127.0.0.1"
 # By ioctl: the standard library names interfaces, but not their addresses.
 _SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915
-_FLAGS, _UP = 16, 0x1  # where the kernel puts an interface's flags; that of one that is up
+_FLAGS, _UP = 16, 0x1  # where the kernel puts an interface's flags; the flag of an interface that is up
 _CONNECT_TIMEOUT = 5.0  # seconds
 _loopback_works = False
 _NAME = 256  # bytes for the name in the ioctl's argument
@@ -22,14 +22,14 @@ _ADDRESS = slice(20, 24)  # where the kernel puts the address into it
 
 
 def lacks_loopback() -> str:
-    """Say why processes of this machine cannot meet at its loopback address; "" if they can.
+    """Return why processes of this machine cannot meet at its loopback address; "" if they can.
 
-    Once they can, this is not tried again, nor in forks: that the interface goes down later is not foreseen.
+    After one success, neither this process nor its forks try again, even if the interface goes down later.
     """
     global _loopback_works  # noqa: PLW0603 - a fact about this machine
     try:
         if not _loopback_works:
-            # Not by create_connection, whose look for a name imports a codec, here of all processes.
+            # create_connection would look up a name, which imports a codec into this process.
             with listen() as there, socket.socket() as client:
                 client.settimeout(_CONNECT_TIMEOUT)
                 client.connect(there.getsockname())
@@ -43,23 +43,23 @@ def lacks_loopback() -> str:
 
 
 def listen(address: str = LOOPBACK, port: int = 0) -> socket.socket:
-    """Returns a listening socket; port 0: the kernel chooses.
+    """Return a listening socket; port 0: the kernel chooses a port.
 
-    Its connections send at once. The kernel would hold a second small record until the first was acknowledged, which
-    takes 40 ms where the other side has nothing to say; asyncio changes that for what it has opened by itself alone.
+    Its connections send at once. Otherwise the kernel would hold a second small record until the first is acknowledged,
+    which takes 40 ms if the other side has nothing to send. asyncio sets this option only on sockets that it creates.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    # The kernel cuts the backlog to net.core.somaxconn; who finds it full tries again after 1 s.
+    # The kernel cuts the backlog to net.core.somaxconn; a client that finds it full tries again after 1 s.
     listener = socket.create_server((address, port), family=family, backlog=4096)
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # which connections inherit
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it
     return listener
 
 
 def listen_as_master(name: str, port: int) -> socket.socket:
-    """Returns a socket where other machines find this one under ``name``, on the interface of that address alone.
+    """Return a socket where other machines find this one under ``name``. It listens only on that address.
 
-    A host name that means loopback here (as Debian's own name does) means something else to others: then it listens on
-    all interfaces.
+    A host name that means loopback on this machine (as Debian's entry for its own name does) means another address to
+    other machines: then the socket listens on all interfaces.
 
     Raises:
         OSError: The name does not resolve, is not this machine's, or the port is taken.
@@ -72,11 +72,10 @@ def listen_as_master(name: str, port: int) -> socket.socket:
 
 
 def is_taken(port: int) -> bool:
-    """Tells whether somebody on this machine listens at a port, on any address."""
+    """True if any process of this machine listens at the port, on any address."""
     dual = socket.has_dualstack_ipv6()
     try:
-        # On all addresses at once: a port that is free on one may be taken on another, where rank 0 is to listen as
-        # well.
+        # On all addresses at once, as rank 0 will listen: a port that is free on one may be taken on another.
         family = socket.AF_INET6 if dual else socket.AF_INET
         socket.create_server(("", port), family=family, dualstack_ipv6=dual).close()
     except OSError as error:
@@ -91,7 +90,7 @@ def _means_loopback(name: str) -> bool:
 
 
 def interface_of(address: str) -> str:
-    """Finds the network interface that has this address of the machine; "" if there is none."""
+    """Return the name of the network interface that has this address of the machine; "" if none has it."""
     wanted = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(wanted, ipaddress.IPv6Address):
         if wanted.ipv4_mapped is None:
@@ -109,9 +108,9 @@ def interface_of(address: str) -> str:
 
 
 def identity() -> str:
-    """Names this machine's network: two processes with the same one find each other on loopback."""
+    """Return an id of this process's network: processes with the same id can meet on loopback."""
     machine = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    # The namespace besides: containers of one machine have its boot_id, but each a loopback of its own.
+    # With the namespace, because containers share their machine's boot_id, but each has its own loopback.
     return f"{machine} {os.stat('/proc/self/ns/net').st_ino}"
 
 
@@ -122,25 +121,25 @@ def _is_up(probe: socket.socket, name: str) -> bool:
 
 
 def addresses() -> list[str]:
-    """Returns this machine's IPv4 addresses, that of the way to everywhere else first.
+    """Return this machine's IPv4 addresses, that of the default route's interface first.
 
-    Those of loopback are left out, and those of interfaces that are down.
+    Addresses of loopback and of interfaces that are down are left out.
     """
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has none
+            with contextlib.suppress(OSError):  # it has no IPv4 address
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack(f"{_NAME}s", name.encode()))
                 if _is_up(probe, name):
                     found[name] = socket.inet_ntoa(answer[_ADDRESS])
     usual = _usual_interface()
-    # Of several networks that with the way to everywhere is the one on which other machines are most likely to be.
+    # If there are several networks, other machines are most likely on that of the default route.
     ordered = sorted(found, key=lambda name: name != usual)
     return [found[name] for name in ordered if not ipaddress.ip_address(found[name]).is_loopback]
 
 
 def _usual_interface() -> str:
-    """Returns the one of the default route; "" if there is none."""
+    """Return the name of the default route's interface; "" if there is none."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/route").read_text(encoding="utf-8").splitlines()[1:]:
             name, destination, *_ = line.split()

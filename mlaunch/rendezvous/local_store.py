@@ -1,6 +1,6 @@
-"""A store for this user's processes on this machine: torch's clients are served, other users are not.
+"""A store for this user's processes on this machine: it serves torch's clients, but not those of other users.
 
-torch's own store answers whoever connects, and on loopback everybody on the machine can.
+torch's own store answers every client, and any user of the machine can connect to loopback.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _READ = 1 << 16  # bytes at a time: for more, the allocator asks the kernel each
 
 
 class _Client:
-    """One connection."""
+    """The connection of one client."""
 
     def __init__(self, keys: StoreKeys, end: socket.socket, poll: select.epoll) -> None:
         self.end = end
@@ -31,11 +31,11 @@ class _Client:
         poll.register(end, select.EPOLLIN)
 
     def serve(self, mask: int) -> bool:
-        """Does what can be done now; False: the client is gone, or asks for what cannot be."""
+        """Do what can be done now; False if the client is gone, or asks for the impossible."""
         try:
             if mask & select.EPOLLOUT:
                 rest, self._unsent = self._unsent, b""
-                # Before the rest is sent: that listens for room again if there is too little.
+                # First, because _send() asks for EPOLLOUT again if there is not enough room.
                 self._poll.modify(self.end, select.EPOLLIN)
                 self._send(rest)
                 return True
@@ -48,9 +48,9 @@ class _Client:
         return bool(data)
 
     def _send(self, data: bytes) -> None:
-        """Sends an answer. One that does not read its answers is not listened to until it has."""
+        """Send an answer. Requests of a client that does not read its answers have to wait until it does."""
         if not self._unsent:
-            with contextlib.suppress(OSError):  # of one that is gone, reading tells
+            with contextlib.suppress(OSError):  # recv() notices a client that is gone
                 data = data[self.end.send(data) :]
             if not data:
                 return
@@ -59,12 +59,12 @@ class _Client:
 
     def close(self) -> None:
         self.session.close()
-        del self.session  # each refers to the other, and the collector may be off
+        del self.session  # client and session refer to each other, and the collector may be off
         self.end.close()
 
 
 class LocalStore:
-    """Serves in a thread of its own until ``close``. It owns the listening socket, which is of IPv4."""
+    """A store that serves in its own thread until ``close``. It owns the listening socket, which is of IPv4."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
@@ -72,9 +72,9 @@ class LocalStore:
         self._users = PeerUser()
         self._clients: dict[int, _Client] = {}
         self._poll = select.epoll()
-        # The thread sleeps in poll(), which nothing else of this process wakes.
+        # Wakes the thread, which sleeps in poll().
         self._closing = os.eventfd(0)
-        self._is_full = False  # descriptors are lacking
+        self._is_full = False  # this process has no descriptor left
         listener.setblocking(False)
         for source in (listener.fileno(), self._closing):
             self._poll.register(source, select.EPOLLIN)
@@ -82,7 +82,7 @@ class LocalStore:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread and all connections."""
+        """End the thread, and close all connections and the listening socket."""
         os.eventfd_write(self._closing, 1)
         self._thread.join()
         for client in self._clients.values():
@@ -92,7 +92,7 @@ class LocalStore:
         os.close(self._closing)
 
     def _serve(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are the main thread's
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the main thread handles them
         listening, closing = self._listener.fileno(), self._closing
         while True:
             for source, mask in self._poll.poll():
@@ -105,19 +105,18 @@ class LocalStore:
 
     def _accept(self) -> None:
         try:
-            # One for each event: the listener tells again while more wait, and clients that are served already get
-            # their turn.
+            # One for each event: the poll reports the listener again while more wait, and clients that are served
+            # already get their turn.
             end, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError:
-            # Without that the thread would spin: what waits in the kernel's queue makes the listener ready again at
-            # once.
+            # Else the thread would spin: the connections in the kernel's queue make the listener ready again at once.
             self._is_full = True
             self._poll.unregister(self._listener)
             return
-        # Whoever reads here where gloo listens, and writes a port of his own there, stands between two ranks (5 of
-        # 5).
+        # A stranger could replace the address where a rank's gloo listens by a port of his own, and so get between
+        # two ranks (5 of 5 attempts).
         if self._users.is_ours(end):
             self._clients[end.fileno()] = _Client(self._keys, end, self._poll)
         else:
@@ -134,16 +133,17 @@ _hosted: list[LocalStore] = []
 
 
 def host(listener: socket.socket) -> None:
-    """Hosts a store on ``listener`` in this process, which forks nothing until it lets go of it.
+    """Host a store on ``listener`` in this process, which must not fork again before ``let_go``.
 
-    The ranks can already connect, since the socket listens, and have work to do until they need it. In a launch over
-    several machines the gate's process has the store, since machines join before ranks are forked.
+    Ranks can connect before that, because the socket listens already, and have other work to do until they need the
+    store. In a launch over several machines the gate's process has the store, because machines join before ranks are
+    forked.
     """
-    # A descriptor of its own: the agent still has the socket, whose number the next launch closes or uses again.
+    # A duplicate, because the agent keeps the socket itself, whose number the next launch closes or uses again.
     _hosted.append(LocalStore(listener.dup()))
 
 
 def let_go() -> None:
-    """Ends the store and its thread, so that this process may fork again."""
+    """Close the hosted store, so that this process may fork again."""
     while _hosted:
         _hosted.pop().close()

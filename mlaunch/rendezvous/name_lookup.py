@@ -1,4 +1,4 @@
-"""Host names: what one may be between machines, and how a process looks them up."""
+"""How a process looks host names up: with name servers, or only in files."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ _libc = ctypes.CDLL(None)
 
 
 def look_up_in_files_only() -> bool:
-    """Makes this process ask no name server from now on; returns False where the C library cannot be told so.
+    """Make this process ask no name server from now on; return False if the C library does not allow that.
 
-    torch's store asks for the name of each connection's other end, for its log. On loopback that is
-    ``::ffff:127.0.0.1``, which no hosts file has: a slow name server costs every rank seconds, a lost packet 5 of them.
+    For its log, torch's store asks for the name of each connection's other end. On loopback that is
+    ``::ffff:127.0.0.1``, which no hosts file has: a slow name server costs every rank seconds, and a lost packet 5 s.
     """
     return _look_up_in(b"files")
 
 
 def look_up_as_chosen() -> None:
-    """Makes this process look names up as the administrator chose."""
+    """Make this process look names up as the administrator has configured."""
     _look_up_in(_chosen_services())
 
 
 @contextlib.contextmanager
 def from_files_only() -> Iterator[None]:
-    """Does the same for a while. For a process whose other threads look no names up meanwhile."""
-    # A call of 64 ranks takes 0.8 s with a name server that never answers, and with none; it took 5 s and more.
+    """Ask no name server inside this context. Other threads of the process must not look up names meanwhile."""
+    # So a call of 64 ranks takes 0.8 s even with a name server that never answers, and not 5 s or more.
     changed = look_up_in_files_only()
     try:
         yield
@@ -42,11 +42,10 @@ def _look_up_in(services: bytes) -> bool:
 
 
 def _chosen_services() -> bytes:
-    """Reads what the administrator chose for looking hosts up."""
+    """Return the services for host names in ``/etc/nsswitch.conf``, or glibc's own default."""
     with contextlib.suppress(OSError):
         for line in Path("/etc/nsswitch.conf").read_bytes().splitlines():
             database, _, services = line.partition(b"#")[0].partition(b":")
             if database.strip() == b"hosts" and services.strip():
                 return services.strip()
-    # glibc's own default, where the file does not say.
     return b"files dns"

@@ -1,8 +1,7 @@
-"""The secrets with which clients of a server sign what they put there, and where clients find them.
+"""The secrets with which clients of a server sign the values that they put there, and where clients find them.
 
-Everybody on a machine can write to a store that listens on loopback, and what is read from it is unpickled, which runs
-whatever code the writer likes. So nothing is unpickled that was not signed, for that very place, by someone who knows
-the server's secret.
+Any user of a machine can write to a store that listens on loopback, and unpickling a value runs any code that its
+writer likes. So a value is unpickled only if it was signed, for its own place, with the server's secret.
 """
 
 from __future__ import annotations
@@ -15,35 +14,35 @@ _SIGNATURE = 32  # bytes
 
 
 def draw() -> str:
-    """Draws a new secret."""
+    """Return a new random secret."""
     return secrets.token_hex(16)
 
 
 def variable(port: int) -> str:
-    """Names the variable in which children of a server's process find its secret."""
+    """Return the name of the variable in which children of a server's process find its secret."""
     return f"MLAUNCH_SECRET_{port}"
 
 
 def known(port: int) -> str | None:
-    """Returns the secret of the server at a port, if our environment holds it."""
+    """Return the secret of the server at a port; None if this process's environment does not have it."""
     return os.environ.get(variable(port))
 
 
 class Signer:
-    """Signs and checks with one secret."""
+    """A signer of values, which also checks signatures, with one secret."""
 
     def __init__(self, secret: str) -> None:
         self._secret = secret.encode()
 
     def sign(self, place: str, data: bytes) -> bytes:
-        """Returns the data with a signature that holds for this place alone."""
+        """Return the data with a signature that is valid only for this place."""
         return self._signature(place, data) + data
 
     def open(self, place: str, signed: bytes) -> bytes | None:
-        """Returns the data; None if it was not signed for this place with this secret."""
+        """Return the data; None if it was not signed for this place with this secret."""
         signature, data = signed[:_SIGNATURE], signed[_SIGNATURE:]
         return data if hmac.compare_digest(signature, self._signature(place, data)) else None
 
     def _signature(self, place: str, data: bytes) -> bytes:
-        # The place is signed with the data: a value that is valid somewhere cannot be put somewhere else.
+        # The place is signed with the data, so that a value that is valid in one place is not valid in another.
         return hmac.digest(self._secret, b"mlaunch value\0" + place.encode() + b"\0" + data, "sha256")

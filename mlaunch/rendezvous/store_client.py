@@ -17,18 +17,18 @@ _LOOK = timedelta(seconds=10)  # for one rank to find out who is missing
 
 
 class StoreClient:
-    """A connection under the launch's own name, so that nothing of one launch is seen by another.
+    """A rank's connection to the store. Its keys have the launch's name before them, so no other launch sees them.
 
-    ``timeout`` is for each operation.
+    ``timeout``: for the connection, and for each operation.
     """
 
     def __init__(self, address: str, port: int, namespace: str, timeout: timedelta) -> None:
         self._namespace = namespace
         self.connection: Any = connect(address, port, timeout)
-        self.store: Any = dist.PrefixStore(namespace, self.connection)  # whose annotations lack ``append``
+        self.store: Any = dist.PrefixStore(namespace, self.connection)  # Any: its annotations lack ``append``
 
     def meet(self, key: str, size: int) -> None:
-        """Returns once ``size`` ranks have called it with this key, once each; raises as the store does."""
+        """Wait until ``size`` ranks have called this with the same key, once each. Raises like the store."""
         if hasattr(self.connection, "barrier"):  # one operation instead of three
             self.connection.barrier(f"{self._namespace}/{key}", size)
             return
@@ -38,26 +38,25 @@ class StoreClient:
         self.store.wait([turn.end])
 
     def drop(self, namespace: str) -> None:
-        """Deletes all keys of a namespace that is over: torch never does, and ranks that stay have many."""
-        # By torch's own request for a key, which its clients of all releases know, and no other store heeds.
+        """Delete all keys of a namespace that is over: torch never does, and ranks that stay have many namespaces."""
+        # With torch's request to delete one key, which clients of all its releases know; other stores delete nothing.
         self.connection.delete_key(f"{namespace}/{ALL}")
 
     def arrive(self, rank: int) -> None:
-        """Leaves a mark for ``missing``."""
+        """Leave this rank's mark for ``missing``."""
         self.store.append(ARRIVED, f"{rank},")
 
     def missing(self, world_size: int) -> str:
-        """Names the ranks that have not arrived, in a bounded text; "" if all have, or nobody could look.
+        """Return the names of the ranks that have not arrived, in a bounded text; "" if all have, or nobody could look.
 
-        One rank looks, for all: what each must do does not grow with their number.
+        The first rank that calls this looks for all, so the work of each rank does not grow with their number.
         """
-        # Whoever comes first; each rank asking for each key would be their number squared, at a moment when all ask.
         if self.store.add(f"{_MISSING}/asked", 1) == 1:
             arrived = {int(rank) for rank in self.store.get(ARRIVED).decode().split(",") if rank}
             lacking = [rank for rank in range(world_size) if rank not in arrived]
             self.store.set(_MISSING, name_some_ranks(lacking) if lacking else "")
         try:
             self.store.wait([_MISSING], _LOOK)
-        except RuntimeError:  # who was to look has died
+        except RuntimeError:  # the rank that had to look has died
             return ""
         return str(self.store.get(_MISSING), "utf-8")

@@ -1,4 +1,4 @@
-"""What one client of a launch's store is answered."""
+"""The answers of a launch's store to one client."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from mlaunch.rendezvous.torch_protocol import (
 )
 
 _READY, _NOT_READY = b"\0", b"\1"
-_GREETING = 8  # bytes, at most, that a client says before it is known
+_GREETING = 8  # bytes, at most, that a client sends before its greeting is complete
 
 
 class StoreConnection:
-    """One client of a store; ``answer`` is given the bytes for it."""
+    """One client of a store. ``answer``: called with the bytes to send to the client."""
 
     def __init__(self, keys: StoreKeys, answer: Callable[[bytes], None]) -> None:
         self._keys = keys
@@ -32,10 +32,13 @@ class StoreConnection:
         self._requests = Requests()
         self._greeted = False
         self._wait: Wait | None = None
-        self._held = 0  # bytes that are kept for it
+        self._held = 0  # bytes that are kept for this client
 
     def feed(self, piece: bytes) -> None:
-        """Does what the client asks. ValueError or LookupError if that cannot be: close the connection."""
+        """Handle bytes from the client.
+
+        ValueError or LookupError if it asks for the impossible: the caller then closes the connection.
+        """
         try:
             for request in self._requests.feed(piece):
                 if self._greeted:
@@ -44,12 +47,12 @@ class StoreConnection:
                     check_greeting(request)
                     self._greeted = True
         except UnknownRequestError as error:
-            if self._greeted:  # else it may be anybody who looks for open ports
+            if self._greeted:  # else it may be a port scanner
                 _tell_of_unknown(str(error))
             raise
         if not self._greeted and self._requests.unfinished > _GREETING:
             raise ValueError("no client of torch's store")
-        # Half a request counts, too: otherwise many clients that never end one would fill the memory.
+        # Half a request counts, too: else many clients that never finish one would fill the memory.
         self._hold(self._requests.unfinished)
 
     def _hold(self, size: int) -> None:
@@ -58,7 +61,7 @@ class StoreConnection:
             self._held = size
 
     def close(self) -> None:
-        """Is called when the client is gone."""
+        """Free what is kept for the client. Call this when it is gone."""
         self._hold(0)
         self._give_up()
 
@@ -85,7 +88,7 @@ class StoreConnection:
         self._answer(GO)
 
 
-@functools.lru_cache(1)  # once in a process, whose store all ranks ask the same
+@functools.lru_cache(1)  # once in a process: all ranks ask its store the same
 def _tell_of_unknown(what: str) -> None:
     import importlib.metadata
 
@@ -94,7 +97,7 @@ def _tell_of_unknown(what: str) -> None:
 
     try:
         version = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:  # this process needs none, and some builds do not register theirs
+    except importlib.metadata.PackageNotFoundError:  # this process needs no torch, and some builds register none
         version = "of its ranks"
     log.warning(
         "the launch's store was asked what it does not know (%s), and refused: torch %s asks otherwise than the "
@@ -133,7 +136,7 @@ def _names(keys: StoreKeys, _: list[bytes], __: int) -> bytes:
     return NUMBER.pack(len(names)) + b"".join(map(_string, names))
 
 
-# What is answered at once, b"": not at all.
+# The requests that are answered at once. b"": no answer.
 _ANSWERS: dict[Asked, Callable[[StoreKeys, list[bytes], int], bytes]] = {
     Asked.PING: lambda _keys, _strings, number: SHORT.pack(number),
     Asked.SET: _set,

@@ -1,6 +1,7 @@
-"""What a launch's store knows, and who waits for what: the semantics of torch's TCPStore, without its sockets.
+"""The contents of a launch's store, and the clients that wait for keys: torch's TCPStore, without its sockets.
 
-It differs where torch's would end the whole process: what asks for the impossible gets a LookupError or ValueError.
+It differs in one way: a request for the impossible raises LookupError or ValueError, where torch's store would end the
+whole process.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 VARIABLE = "MLAUNCH_STORE_LIMIT"  # MiB
 _USUAL = 256
-_EACH = 200  # bytes that Python takes for each besides
+_EACH = 200  # bytes that Python takes for each value in addition
 ARRIVED = "mlaunch/arrived"  # the key to which each rank appends its mark when it comes
-ALL = "mlaunch/*"  # deleted under a namespace, it stands for all that is there
+ALL = "mlaunch/*"  # to delete this key of a namespace deletes all keys there
 _ALL = f"/{ALL}".encode()
 
 
 def limit_of(environ: Mapping[str, str]) -> int:
-    """Returns how many bytes strangers may leave in a store, by its variable. ValueError if that is no number."""
+    """Return how many bytes strangers may leave in a store, from ``VARIABLE``. ValueError if it is not valid."""
     text = environ.get(VARIABLE) or str(_USUAL)
     if not (text.isdecimal() and int(text) > 0):
         raise ValueError(f"{VARIABLE}={text!r}: allowed: MiB, more than 0")
@@ -29,7 +30,7 @@ class StoreFullError(ValueError):
 
 
 class Wait:
-    """One client's waiting; ``go`` is called when it is over."""
+    """One client's wait for keys, or in a barrier. ``missing``: keys that are not there; ``go``: called at its end."""
 
     def __init__(self, missing: set[bytes], go: Callable[[], None]) -> None:
         self.missing = missing
@@ -37,40 +38,44 @@ class Wait:
 
 
 class StoreKeys:
-    """Values and queues by key. Whatever comes to be, those who wait for it are told of before the call returns.
+    """Values and queues by key. A call that adds a key also calls ``go`` of each wait that it ends.
 
-    ``most``: bytes of all keys and values, and as many of requests and answers on their way, where strangers may be
-    among the clients: who asks for more is let go, so that none takes the master's memory. None: no bound. A run of
-    weeks leaves gigabytes (3.6 KB for each group of 8 ranks), since torch never deletes what it has put there.
+    ``most``: a limit in bytes for all keys and values together, and the same again for unfinished requests, for a store
+    that strangers can reach. A client that asks for more loses its connection, so that none can fill the master's
+    memory. None: no limit, because a run of weeks leaves gigabytes (3.6 KB for each group of 8 ranks): torch deletes
+    none of its keys.
     """
 
     def __init__(self, most: int | None = None) -> None:
         self._most = most
         self._size = 0
-        self._held = 0  # bytes that clients have sent of requests that are not whole, or have not read of answers
+        self._held = 0  # bytes of requests that clients have not finished
         self._values: dict[bytes, bytes] = {}
         self._queues: dict[bytes, deque[bytes]] = {}
-        self._waits: dict[bytes, dict[Wait, None]] = {}  # in the order of their coming
-        self._meetings: dict[bytes, dict[Wait, None]] = {}  # those in a ``barrier``, by its key
+        self._waits: dict[bytes, dict[Wait, None]] = {}  # in the order in which they came
+        self._meetings: dict[bytes, dict[Wait, None]] = {}  # the clients in a ``barrier``, by its key
 
     # Values
 
     def set(self, key: bytes, value: bytes) -> None:
         old = self._values.get(key)
-        # Before anything has changed: who asks for too much is let go, and nobody else notices.
+        # Before anything has changed: so no other client notices that one asked for too much.
         self._take_room(len(value) - len(old) if old is not None else _EACH + len(key) + len(value))
         self._values[key] = value
         if key in self._waits:
             self._wake(key, self._waits.pop(key))
 
     def _take_room(self, size: int) -> None:
-        """Counts what is to be kept. StoreFullError if there is no room for it."""
+        """Count bytes that the store will keep. StoreFullError if there is no room for them."""
         if self._most is not None and size > 0 and self._size + size > self._most:
             raise StoreFullError(f"a request with {size} bytes; the store holds {self._size} of {self._most}")
         self._size += size
 
     def hold(self, more: int) -> None:
-        """Counts what is kept for clients besides. StoreFullError if that is too much for all together."""
+        """Count bytes that are kept for clients in addition. StoreFullError if all clients together hold too much.
+
+        ``more``: may be negative.
+        """
         if self._most is not None and more > 0 and self._held + more > self._most:
             held = f"the store holds {self._held} of {self._most} for its clients"
             raise StoreFullError(f"a request with {more} bytes; {held}")
@@ -80,7 +85,10 @@ class StoreKeys:
         return self._values[key]
 
     def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
-        """Sets the value if it is the expected one, b"" for none; returns what it is then, or what was expected."""
+        """Set the value to ``desired`` if it is the expected one (b"": no value); return the value after that.
+
+        If there is no value, but one was expected, return the expected one, as torch's store does.
+        """
         current = self._values.get(key, b"")
         if key not in self._values and expected:
             return expected
@@ -90,7 +98,7 @@ class StoreKeys:
         return desired
 
     def add(self, key: bytes, amount: int) -> int:
-        """Adds to a number, kept as text; one that nobody has set is 0."""
+        """Add to a number, which is kept as text and is 0 at first; return the sum."""
         total = int(self._values.get(key, b"0")) + amount
         self.set(key, b"%d" % total)
         return total
@@ -99,7 +107,7 @@ class StoreKeys:
         self.set(key, self._values.get(key, b"") + value)
 
     def delete(self, key: bytes) -> int:
-        """Returns how many were deleted; with ``ALL`` as its end, the key stands for those of its namespace."""
+        """Delete a key or, if it ends with ``ALL``, all keys of its namespace; return how many values were deleted."""
         space = key.removesuffix(_ALL)
         if space != key:
             return self._drop(space + b"/")
@@ -130,18 +138,18 @@ class StoreKeys:
     # Queues
 
     def push(self, key: bytes, value: bytes) -> None:
-        """Puts a value at the end of a queue; of those who wait for one, the first is told."""
+        """Put a value at the end of a queue, and wake the first client that waits for the queue."""
         self._take_room(_EACH + len(key) + len(value))
         self._queues.setdefault(key, deque()).append(value)
         waiting = self._waits.get(key)
         if waiting:
-            # One value is for one: all others would wake to find the queue empty.
+            # Only one client can take the value: all others would find the queue empty.
             first = next(iter(waiting))
             self._forget(self._waits, key, first)
             self._wake(key, [first])
 
     def pop(self, key: bytes) -> tuple[int, bytes]:
-        """Returns a queue's length and first value, which it takes away; 0 and b"" if there is none."""
+        """Remove a queue's first value, and return the length before that and the value; 0 and b"" for no queue."""
         queue = self._queues.get(key)
         if queue is None:
             return 0, b""
@@ -157,7 +165,7 @@ class StoreKeys:
     # Waiting
 
     def wait(self, keys: Sequence[bytes], go: Callable[[], None]) -> Wait | None:
-        """Calls ``go`` when all keys are there; at once if they are, and then returns None."""
+        """Call ``go`` when all keys are there. Return the wait, or None if ``go`` was called at once."""
         missing = {key for key in keys if not self.has([key])}
         if not missing:
             go()
@@ -168,7 +176,7 @@ class StoreKeys:
         return wait
 
     def meet(self, key: bytes, size: int, go: Callable[[], None]) -> Wait | None:
-        """Counts one more under a key; calls ``go`` when there are as many as ``size``, as ``wait`` does."""
+        """Count one more client under a key; call ``go`` when there are ``size`` of them. Return like ``wait``."""
         if self.add(key, 1) >= size:
             for wait in self._meetings.pop(key, ()):
                 wait.go()
@@ -179,7 +187,7 @@ class StoreKeys:
         return wait
 
     def give_up(self, wait: Wait) -> None:
-        """Forgets one who waits no more."""
+        """Forget a wait whose client has given up."""
         for key in wait.missing:
             self._forget(self._waits, key, wait)
             self._forget(self._meetings, key, wait)

@@ -1,8 +1,7 @@
 """torch's TCPStore: serving one, and connecting to one.
 
-torch serves it with libuv unless it is told otherwise, but the builds of Linux distributions have no libuv: there its
-default raises, in servers and clients alike. ``USE_LIBUV=0`` is torch's own word for the other way of serving. The
-protocol is the same.
+By default, torch serves it with libuv. But the torch of Linux distributions is built without libuv, so the default
+raises there, in servers and clients. ``USE_LIBUV=0`` makes torch serve without it. The protocol is the same.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 VARIABLE = "USE_LIBUV"
-# Of torchrun: no process hosts the store that torch's env:// and tcp:// are given, whichever that is.
+# torchrun's variable: with it, no process hosts a store for torch's env:// and tcp://, at any address.
 HOSTED_BY_AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 _LACKING = 3  # an exit code
 _ANSWER_TIMEOUT = 10.0  # seconds for what takes milliseconds
 
-lacks_libuv = False  # as far as this process has looked
+lacks_libuv = False  # True once this process has found that out
 
 
 def serve(listener: socket.socket) -> dist.TCPStore:
-    """Serves a store on ``listener`` for as long as the process lives and holds the result.
+    """Serve a store on ``listener`` for as long as the process lives and holds the result.
 
-    Meanwhile this process must not fork: a fork beside the store's thread can leave the resolver's lock taken for ever
+    Meanwhile this process must not fork: with the store's thread running, the resolver's lock may stay taken for ever
     in the child.
     """
     address, port = listener.getsockname()[:2]
@@ -41,7 +40,7 @@ def serve(listener: socket.socket) -> dist.TCPStore:
 
 
 def connect(address: str, port: int, timeout: timedelta) -> dist.TCPStore:
-    """Connects to a store. ``timeout``: for that, and for each operation."""
+    """Connect to a store. ``timeout``: for the connection, and for each operation."""
     return _make(address, port, is_master=False, timeout=timeout)
 
 
@@ -59,12 +58,12 @@ def _make(address: str, port: int, **options: Any) -> dist.TCPStore:
 
 
 def _is_refusal(error: RuntimeError) -> bool:
-    """Tells whether torch says that it has no libuv, which it does before it touches the address."""
+    """True if torch says that it has no libuv; it does so before it uses the address."""
     return "libuv" in str(error)
 
 
 def rendezvous(url: str, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Meets at a torch URL, whose own code makes the store; without libuv if torch has none."""
+    """Meet at a torch URL with torch's own code, and return its store. Without libuv, if torch has none."""
     import torch.distributed as dist
 
     def meet() -> dist.Store:
@@ -81,10 +80,10 @@ def rendezvous(url: str, rank: int, world_size: int, timeout: timedelta) -> dist
 
 
 def host_all_but(address: str, port: int) -> None:
-    """Make torch's own rendezvous connect to the store at this address, and host in rank 0 at any other.
+    """Make torch's own rendezvous connect to the store at this address, and host one in rank 0 at any other address.
 
-    For functions, which may use another port besides: torchrun's variable would leave that without a store. It is set
-    where this torch makes its stores in another way.
+    For functions, which may use another port as well: torchrun's variable would leave that port without a store. If
+    this torch makes its stores in another way, the variable is set anyway.
     """
     torchs: Any = importlib.import_module("torch.distributed.rendezvous")
     host = getattr(torchs, "_create_c10d_store", None)
@@ -105,9 +104,9 @@ def host_all_but(address: str, port: int) -> None:
 
 
 def ask_for_libuv() -> int:
-    """Begins to find out whether this torch has libuv, in a fork, whose pid it returns.
+    """Start to find out whether this torch has libuv, in a fork, and return the fork's pid.
 
-    There, since libuv would leave descriptors in this process; and since it takes some milliseconds.
+    In a fork, because libuv would leave descriptors in this process, and because it takes some milliseconds.
     """
     parent = os.getpid()
     pid = os.fork()
@@ -115,7 +114,7 @@ def ask_for_libuv() -> int:
         code = 0
         try:
             linux.die_with(parent)
-            # With torchrun's variables, a server that cannot listen becomes a client, which waits for a server.
+            # With torchrun's variables, a server that cannot listen would become a client, and wait for a server.
             os.environ.clear()
             code = _LACKING if _refuses() else 0
         finally:
@@ -124,7 +123,7 @@ def ask_for_libuv() -> int:
 
 
 def hear_of_libuv(pid: int) -> None:
-    """Wait for the answer, and have torch do without libuv if it has none. Without an answer, it has."""
+    """Wait for the answer of that fork, and make torch work without libuv if it has none. No answer: torch has it."""
     global lacks_libuv  # noqa: PLW0603 - a fact about this process and its forks
     lacks_libuv = os.waitstatus_to_exitcode(linux.status_within(pid, _ANSWER_TIMEOUT)) == _LACKING
     if lacks_libuv:
@@ -132,13 +131,13 @@ def hear_of_libuv(pid: int) -> None:
 
 
 def _do_without() -> None:
-    """Makes torch's own rendezvous make its stores without libuv, in this process and its forks.
+    """Make torch's own rendezvous create its stores without libuv, in this process and its forks.
 
-    The variable alone does not: torch heeds it in servers, but not in clients of a store that an agent hosts.
+    The variable is not enough: torch reads it in servers, but not in clients of a store that an agent hosts.
     """
     os.environ[VARIABLE] = "0"
     torchs: Any = importlib.import_module("torch.distributed.rendezvous")
-    # Once: forks of a fork server that has done it come here again.
+    # Only once: this runs again in forks of a fork server that has done it.
     if not isinstance(getattr(torchs, "TCPStore", None), (functools.partial, NoneType)):
         torchs.TCPStore = functools.partial(torchs.TCPStore, use_libuv=False)
 
@@ -151,6 +150,6 @@ def _refuses() -> bool:
     except RuntimeError as error:
         # torch 2.6 has libuv in its own builds, and takes no descriptor with it.
         return _is_refusal(error) and "listen fd" not in str(error)
-    except BaseException:  # whatever else torch may say of it
+    except BaseException:  # any other error of torch's is not about libuv
         return False
     return False

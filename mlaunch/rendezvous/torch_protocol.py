@@ -1,9 +1,9 @@
-"""How torch's clients of a store speak, which is torch's own affair: one test fails as soon as it changes.
+"""The protocol between torch's stores and their clients. It is torch's own, and a test fails as soon as it changes.
 
-A client that asks what is not known here is refused, and the user is told which torch was tried.
+A client with an unknown request is refused, and a warning says which releases of torch were tried.
 
-A request is a byte that says what is asked, then strings (each after its length), then maybe a number. Some have as
-many strings as they say first. All numbers are little-endian; lengths, counts and most others have 8 bytes.
+A request is a byte that says what the client asks, then strings (each after its length), then maybe a number. In some
+requests, the number of strings comes first. All numbers are little-endian; most, such as lengths, have 8 bytes.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 SIZE, NUMBER, SHORT = struct.Struct("<Q"), struct.Struct("<q"), struct.Struct("<I")
-# torch's: the first request of each client carries it, and a torch server hangs up on others.
+# In the first request of each torch client; torch's server closes connections of other clients.
 _MAGIC = 0x3C85F7CE
-_MOST_STRINGS = 1 << 17  # in a request, and bytes of a string, that torch's own store takes
-LONGEST = 1 << 23
-_EACH = 40  # bytes that Python takes for a string besides
+_MOST_STRINGS = 1 << 17  # strings in a request; like the next one, the limit of torch's own store
+LONGEST = 1 << 23  # bytes of a string
+_EACH = 40  # bytes that Python takes for a string in addition
 GO, GIVEN_UP = b"\0", b"\1"
 
 
 class UnknownRequestError(ValueError):
-    """Means that a client asks what none of the torches asks that were tried."""
+    """A client has made a request that none of the tried releases of torch makes."""
 
 
 class Asked(IntEnum):
-    """What a client may ask."""
+    """The first byte of a request: what the client asks."""
 
     VALIDATE = 0
     SET = 1
@@ -51,7 +51,7 @@ class Asked(IntEnum):
 
 
 _CODES = frozenset(Asked)
-# How many strings follow: a number of them, or that many for each of a count that comes first.
+# How many strings follow: so many, or so many for each one of a count that comes first.
 _STRINGS = {
     Asked.SET: 2, Asked.COMPARE_SET: 3, Asked.GET: 1, Asked.ADD: 1, Asked.DELETE: 1, Asked.APPEND: 2, Asked.PUSH: 2,
     Asked.POP: 1, Asked.LENGTH: 1, Asked.MEET: 1,
@@ -62,7 +62,7 @@ _NUMBERS = {Asked.VALIDATE: SHORT, Asked.PING: SHORT, Asked.ADD: NUMBER, Asked.M
 
 @dataclass
 class Request:
-    """One request, as far as it has come. ``lacking``: strings; None: their count has not come."""
+    """One request, as far as it has come. ``lacking``: how many strings; None if their count has not come yet."""
 
     asked: Asked
     lacking: int | None
@@ -71,25 +71,25 @@ class Request:
 
 
 class Requests:
-    """Cuts a client's bytes, which come in pieces of any size, into requests. None is read twice."""
+    """The parser of a client's requests, whose bytes come in pieces of any size. It reads no byte twice."""
 
     def __init__(self) -> None:
         self._data = bytearray()
         self._at = 0
         self._open: Request | None = None
-        self._taken = 0  # bytes that the strings of that take
+        self._taken = 0  # bytes that the strings of the open request take
 
     @property
     def unfinished(self) -> int:
-        """How many bytes are kept of a request that is not complete."""
+        """How many bytes of an incomplete request are kept."""
         return len(self._data) + self._taken
 
     def feed(self, piece: bytes) -> Iterator[Request]:
-        """Yields the requests that are complete now. ValueError for what no torch client says."""
+        """Yield the requests that are complete with this piece. ValueError for bytes that no torch client sends."""
         self._data += piece
         while (request := self._next()) is not None:
             yield request
-        # Once for each piece and not for each request: each cut moves what is left.
+        # Once for each piece and not for each request, because each cut moves the rest.
         del self._data[: self._at]
         self._at = 0
 
@@ -129,7 +129,7 @@ class Requests:
             stop = start + _bounded(SIZE.unpack_from(data, at)[0], LONGEST)
             if stop > end:
                 break
-            # A copy: the buffer is cut and reused.
+            # A copy, because the buffer is cut and used again.
             request.strings.append(bytes(data[start:stop]))
             self._taken += stop - start + _EACH
             request.lacking -= 1
@@ -146,13 +146,13 @@ class Requests:
 
 
 def check_greeting(said: Request) -> None:
-    """ValueError if that is not what every client says first."""
+    """Raise ValueError if this is not the request that every torch client sends first."""
     if (said.asked, said.number) != (Asked.VALIDATE, _MAGIC):
         raise ValueError("no client of torch's store")
 
 
 def _bounded(number: int, most: int) -> int:
-    """Returns the number. ValueError if it is more than any client says."""
+    """Return the number. ValueError if it is larger than in any valid request."""
     if number > most:
         raise ValueError(f"a request with {number}; at most {most}")
     return number

@@ -11,19 +11,19 @@ from typing import Any
 
 import torch.distributed as dist
 
-# Only torch 2.6 and 2.7 ask again and again: clone came with 2.8 (pytorch#150966).
-_LONGEST_PAUSE = 0.05  # seconds
+# Only with torch 2.6 and 2.7, which have no clone(): it came with 2.8 (pytorch#150966).
+_LONGEST_PAUSE = 0.05  # seconds between two questions to the store
 
 
 def wait_for(store: dist.Store, key: str, timeout: float) -> bool:
-    """Returns whether the key was set within ``timeout`` seconds. Ctrl-C and other signals are heard meanwhile.
+    """Return whether the key was set within ``timeout`` seconds. Ctrl-C and other signals work meanwhile.
 
-    The store waits in C, where Python hears no signals, and holds its connection while it does. So another thread
-    waits, on a connection of its own.
+    The store waits in C, where Python handles no signals, and occupies its connection meanwhile. So another thread
+    waits, on its own connection.
     """
     if store.check([key]):
         return True
-    clone: Any = getattr(store, "clone", None)  # torch has it from 2.8 on
+    clone: Any = getattr(store, "clone", None)
     if clone is None:
         return _ask_until(store, key, time.monotonic() + timeout)
     answers: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
@@ -38,7 +38,7 @@ def wait_for(store: dist.Store, key: str, timeout: float) -> bool:
 
 
 def _ask_until(store: dist.Store, key: str, deadline: float) -> bool:
-    """Asks again and again, ever less often, where a second connection cannot be had."""
+    """Ask for the key again and again, with longer and longer pauses; True if it was set before the deadline."""
     pause = 0.001
     while not store.check([key]):
         left = deadline - time.monotonic()
@@ -55,5 +55,5 @@ def _wait(
     try:
         clone().wait([key], timedelta(seconds=timeout))
         answer(None)
-    except Exception as error:  # passed on to the one who waits
+    except Exception as error:  # wait_for() raises it
         answer(error)

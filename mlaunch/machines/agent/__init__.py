@@ -1,3 +1,3 @@
-"""An agent joins the others of its launch, and tells them how its ranks end."""
+"""The agent's part in a launch over several machines: it joins, and tells the other machines how its ranks end."""
 
 from mlaunch.machines.agent.joining_machines import join_machines as join_machines

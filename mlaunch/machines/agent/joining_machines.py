@@ -1,4 +1,4 @@
-"""An agent's way to its launch's other machines: it serves the gate, or joins there."""
+"""The agent's way to the other machines of its launch: it joins at the gate, which the agent of rank 0 starts."""
 
 from __future__ import annotations
 
@@ -31,15 +31,17 @@ def join_machines(
     parent: int,
     held: Iterable[int],
 ) -> Joined:
-    """Join the launch's other machines; return once all are there. ``held``: fds that are not the link's business.
+    """Join the other machines of the launch, and return once all are there.
+
+    ``held``: file descriptors that the link and the gate close, because they do not need them.
 
     Raises:
-        NoLaunchError: They will not come together, or the launcher does not want it any more.
+        NoLaunchError: The machines cannot join, or the launcher has given the launch up.
     """
     server, start = None, time.monotonic()
     if spec.rank_start == 0:
         server = _serve_as_master(spec, cluster, launcher, [*held, listener.fileno()])
-    # After the gate, which it would else knock at in vain.
+    # After the gate, so that the link's first attempt to connect succeeds.
     link = Link(cluster, _introduction(spec, cluster), listener, held)
     plan = _wait_for_plan(link, server, launcher, parent, spec, cluster.heartbeat_timeout)
     agreed, left = plan.agreed, spec.seconds
@@ -57,7 +59,7 @@ def _as_agreed(spec: LaunchSpec, agreed: Agreed) -> LaunchSpec:
     return dataclasses.replace(
         spec,
         launch_id=agreed.launch_id,
-        secret=f"{spec.secret}/{agreed.secret}",  # the latter can be read on its way, the token cannot
+        secret=f"{spec.secret}/{agreed.secret}",  # the agreed one crosses the network in plain text
         restarts=Restarts(agreed.attempt, spec.restarts.most),
         rank_start=agreed.rank_start,
         world_size=agreed.world_size,
@@ -66,7 +68,11 @@ def _as_agreed(spec: LaunchSpec, agreed: Agreed) -> LaunchSpec:
 
 
 def _serve_as_master(spec: LaunchSpec, cluster: Rendezvous, launcher: AgentsEnd, held: Iterable[int]) -> StoreProcess:
-    """Start the gate, where the others find it, and with it the store."""
+    """Start the process with the gate and the store, at the address where the other machines look for it.
+
+    Raises:
+        NoLaunchError: This machine cannot listen there. The launcher has received the reason.
+    """
     try:
         public = listen_as_master(cluster.master_ip, cluster.port)
     except OSError as error:
@@ -82,7 +88,7 @@ def _serve_as_master(spec: LaunchSpec, cluster: Rendezvous, launcher: AgentsEnd,
 
 
 def _advice(spec: LaunchSpec, number: int | None) -> str:
-    """Return what to give if the master is another machine, or one of this launch's own on this host."""
+    """Return advice for the error ``number``, if another machine of this launch should be the master; else ""."""
     own = "rank_start" if spec.target is None else f"--node-rank, from 0 to {spec.nodes.count - 1}"
     if number == errno.EADDRINUSE:
         return f". If several machines of this launch run on one host, each must be given its own {own}"
@@ -92,10 +98,10 @@ def _advice(spec: LaunchSpec, number: int | None) -> str:
 
 
 def _introduction(spec: LaunchSpec, cluster: Rendezvous) -> Join:
-    """Return what this machine tells of itself."""
-    # An engine's caller has given all machines the same; each command makes up an id where none is given.
+    """Return what this machine tells the gate about itself."""
+    # An engine's caller has given all machines the same id; without --rdzv-id, each command makes up one.
     run_id = spec.target.run_id if spec.target is not None and not cluster.by_engine else ""
-    from mlaunch.agreed_stop.wire import terms_of  # which a launch on one machine does not need
+    from mlaunch.agreed_stop.wire import terms_of  # here: a launch on one machine does not need it
 
     return Join(
         host=socket.gethostname(),
@@ -127,7 +133,7 @@ def _wait_for_plan(
     timeout: float,
 ) -> Planned:
     sources = [link.channel.fileno(), launcher.fileno(), parent, *([gate.sentinel] if gate is not None else [])]
-    # The deadline counts from the call: whoever waits for machines has less of it for the function.
+    # The deadline counts from the call: the wait for machines leaves less of it for the function.
     end = None if spec.seconds is None else time.monotonic() + spec.seconds
     while True:
         left = timeout if end is None else end - time.monotonic()
@@ -141,7 +147,7 @@ def _wait_for_plan(
         if gate is not None and gate.sentinel in ready:
             who = f"the gate on host {socket.gethostname()} (pid {gate.pid})"
             refuse(launcher, f"{who} {describe_exit(gate.reap())} while the machines were joining")
-        if link.channel.fileno() not in ready:  # cancelled, or nobody is left who wants it
+        if link.channel.fileno() not in ready:  # cancelled, or the launcher or the parent process is gone
             raise NoLaunchError
         match link.channel.hear()[0]:
             case Planned() as planned:

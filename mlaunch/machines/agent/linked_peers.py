@@ -1,4 +1,4 @@
-"""The other machines of a launch, at the far end of a link: its agent shares the first failure, and ends with them."""
+"""The other machines of a launch, which its agent reaches by a link: they share the first failure, and end together."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _LINK = "the process that talks to the other machines"  # as messages call it
 
 
 class LinkedPeers(Peers):
-    """Those at the other ends of a link, which is a process.
+    """The other machines of a launch, which the agent reaches by its link, a process.
 
-    ``timeout``: seconds after which a link that does not say a word counts as lost, and is killed.
+    ``timeout``: seconds after which a silent link counts as lost, and is killed.
     """
 
     def __init__(self, link: Link, timeout: float = 0.0, *, by_engine: bool = False) -> None:
@@ -38,22 +38,25 @@ class LinkedPeers(Peers):
         return [] if self._over else [self._link.channel.fileno()]
 
     def due(self) -> float:
-        """Return when the link will count as lost, in monotonic seconds."""
+        """Return when a link that stays silent counts as lost, in monotonic seconds."""
         return self._heard_at + self._timeout if self.fds() else NEVER
 
     def hear(self, ready: Collection[int]) -> RankFailure | ForPart | None:
-        """Return the first failure of another machine, or a word for a feature's part, if that is the news."""
+        """Read from the link; return a failure of another machine, a record for a feature's part, or None.
+
+        A link that is silent for too long is a failure, too, and so is one that dies before any other failure.
+        """
         if self._over:
             return None
         if self._link.channel.fileno() not in ready:
             return self._miss(self._link)
-        # Any word counts: the link's heartbeat is only for when there is nothing else to say.
+        # Any record counts: the link's heartbeat is for times when it has nothing else to send.
         self._heard_at = time.monotonic()
         try:
             record, _ = self._link.channel.receive()
         except EOFError:
             self._over = True
-            if self._told:  # after a failure it has nothing more to do
+            if self._told:  # after a failure the link has nothing more to do
                 return None
             return RankFailure(None, self._link.pid, "died", subject=_LINK, kind="lost")
         match record:
@@ -62,42 +65,42 @@ class LinkedPeers(Peers):
             case RankFailure() | ForPart():
                 self._told = self._told or isinstance(record, RankFailure)
                 return record
-            case Beat() | Waiting() | Planned() | Refused():  # of the time before
+            case Beat() | Waiting() | Planned() | Refused():  # from before the launch began
                 pass
             case _:
                 assert_never(record)
         return None
 
     def say(self, record: PartSays) -> None:
-        """Say a word of a feature's part there."""
+        """Send a record of a feature's part to the other machines."""
         self._link.channel.try_send(record)
 
     def _miss(self, link: Link) -> RankFailure | None:
-        """Give up a link that has said nothing for too long: somebody has stopped it."""
+        """Kill a link that has said nothing for too long (somebody has stopped it); return the failure, or None."""
         if time.monotonic() < self._heard_at + self._timeout:
             return None
         self._over = True
-        os.kill(link.pid, signal.SIGKILL)  # it is our child and not reaped, so the number is its own
+        os.kill(link.pid, signal.SIGKILL)  # our child, not reaped yet: no other process has its pid
         return RankFailure(None, link.pid, silence(self._timeout), subject=_LINK, kind="lost")
 
     def tell(self, failure: RankFailure) -> None:
-        """Send them the first failure here; those that follow go to this machine's caller."""
+        """Send a failure to the other machines if it is the first; later ones go only to this machine's caller."""
         if not self._told:
             self._told = True
             self._link.channel.try_send(shortened(failure))
 
     def finish(self) -> None:
-        """Tell them that this machine's ranks are gone."""
+        """Tell the other machines, once, that this machine's ranks are gone."""
         if not self._finished:
             self._finished = True
             self._link.channel.try_send(Done())
 
     @property
     def awaited(self) -> bool:
-        """True if some have not finished."""
+        """True if ranks of other machines may still run."""
         return not self._over
 
 
 def silence(seconds: float) -> str:
-    """Return why a link counts as lost, for a sentence about it."""
+    """Return the end of a sentence about a link that was killed after so many seconds of silence."""
     return f"said nothing for {seconds:g} s (was it stopped?) and was killed"

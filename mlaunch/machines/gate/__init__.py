@@ -1,1 +1,1 @@
-"""The process at which the machines of a launch join."""
+"""The process where the machines of a launch join."""

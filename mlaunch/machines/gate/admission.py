@@ -1,4 +1,4 @@
-"""Limits how many unauthenticated connections are served at once: the others wait, and none is refused.
+"""A limit on the unauthenticated connections that are served at once: the others wait, and none is refused.
 
 Connections that wait are in the kernel's queue of the listening socket, and cost this process nothing.
 """
@@ -15,25 +15,26 @@ from typing import Any
 from mlaunch.machines.wire.control_protocol import LINE_LIMIT
 from mlaunch.rendezvous import store_keys
 
-STRANGERS_LINE = 1024  # bytes of what one says before it has proved itself
-# Each costs a descriptor, a task and some memory; all else waits in the kernel, for nothing.
+STRANGERS_LINE = 1024  # bytes of a line from a client that has not proved itself
+# Each costs a descriptor, a task and some memory; the others wait in the kernel, at no cost.
 STRANGERS = 512  # connections at a time that have not proved themselves
-PATIENCE, CROWDED_PATIENCE = 10.0, 2.0  # seconds that one has for it; as soon as half of the places are taken
+# Seconds that a stranger has to prove itself: usually, and while more than half of the places are taken.
+PATIENCE, CROWDED_PATIENCE = 10.0, 2.0
 _BACKLOG = 65_535  # the system cuts it to its own limit (net.core.somaxconn)
-_MOST, _SHOWN = 5, 200  # lines of a kind about strangers, and characters of what one has caused
-_PAUSE = 1.0  # seconds, when descriptors are lacking
+_MOST, _SHOWN = 5, 200  # lines of each kind about strangers, and characters of an error that one has caused
+_PAUSE = 1.0  # seconds until the next try, when this process has no descriptor left
 
 Receive = Callable[["Guest", asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]
 
 
 class StrangersReader(asyncio.StreamReader):
-    """Keeps little of what comes, until ``trust``."""
+    """A reader that takes only short lines (``STRANGERS_LINE``) until ``trust``."""
 
     def __init__(self) -> None:
         super().__init__(limit=STRANGERS_LINE)
 
     def trust(self) -> None:
-        """Takes lines as long as any of ours."""
+        """Accept lines of up to ``LINE_LIMIT`` bytes, as machines of the launch send them."""
         self._limit = LINE_LIMIT
 
 
@@ -46,17 +47,20 @@ class Guest:
         self.patience = patience  # seconds to prove itself
 
     def known(self, reader: asyncio.StreamReader | None = None) -> None:
-        """Makes room for the next stranger; once. ``reader``: of one that has proved itself."""
+        """Give up this stranger's place to the next one; later calls have no effect.
+
+        ``reader``: the connection's, if the client has proved itself: it may then send long lines.
+        """
         if isinstance(reader, StrangersReader):
             reader.trust()
         if self._stranger:
-            # Before leave(), which lets the next one in at once.
+            # Before leave(), which accepts the next connection at once.
             self._stranger = False
             self._admission.leave()
 
 
 class Complaints:
-    """Lines about strangers on standard error: few, lest they fill a log."""
+    """Lines about strangers on standard error: few, so that strangers cannot fill a log."""
 
     def __init__(self) -> None:
         self._errors = 0
@@ -64,13 +68,16 @@ class Complaints:
         self._told_full = False
 
     def tell_of_error(self, error: Exception) -> None:
-        """Says that a connection was closed for an error of ours."""
+        """Print that a connection was closed because of an unexpected error in the gate."""
         self._errors += 1
         if self._errors <= _MOST:
             self._tell(f"the gate closed a connection: {type(error).__name__} {str(error)[:_SHOWN]!a}")
 
     def tell_of_token(self, address: str, came: str) -> None:
-        """Say once of an address that somebody came from there ``came``: it may be a machine that is waited for."""
+        """Print, once for each address, that a client from there was turned away: the launch may wait for its machine.
+
+        ``came``: without a token, or with another one.
+        """
         if address not in self._turned_away and len(self._turned_away) < _MOST:
             self._turned_away.add(address)
             self._tell(
@@ -79,7 +86,7 @@ class Complaints:
             )
 
     def tell_of_full_store(self) -> None:
-        """Says once that a client was let go since the store may hold no more."""
+        """Print once that a client lost its connection because the store is full."""
         if not self._told_full:
             self._told_full = True
             self._tell(
@@ -93,7 +100,7 @@ class Complaints:
 
 
 class Admission:
-    """Accepts connections for ``receive`` until it is closed. It owns the listening socket then."""
+    """The acceptor of the gate's connections, each of which it hands to ``receive``. It owns the listening socket."""
 
     def __init__(self, listener: socket.socket, receive: Receive) -> None:
         self._listener = listener
@@ -106,7 +113,7 @@ class Admission:
         self._watch()
 
     def close(self) -> None:
-        """Gives the port back."""
+        """Stop accepting, and close the listening socket, so that its port is free."""
         self._loop.remove_reader(self._listener)
         self._listener.close()
 
@@ -115,14 +122,14 @@ class Admission:
             self._loop.add_reader(self._listener, self._accept)
 
     def _accept(self) -> None:
-        """Takes in whoever waits, as long as there is room."""
+        """Accept the connections that wait, as long as there are places for strangers."""
         while self._strangers < STRANGERS:
             try:
                 end, _ = self._listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return
             except OSError:
-                # Until then the listener would be ready in each turn of the loop, which could do nothing about it.
+                # No descriptor is left: without a pause the listener would be ready in each turn of the loop.
                 self._loop.call_later(_PAUSE, self._watch)
                 break
             self._strangers += 1
@@ -137,11 +144,10 @@ class Admission:
         self._watch()
 
     async def _attend(self, end: socket.socket) -> None:
-        # Half of the places are free for machines whatever strangers do: these are sent away sooner the more there
-        # are.
+        # Strangers keep no more than half of the places for long: above that, each new one has less time.
         guest = Guest(self, CROWDED_PATIENCE if 2 * self._strangers > STRANGERS else PATIENCE)
         try:
-            with contextlib.suppress(OSError):  # it is gone already
+            with contextlib.suppress(OSError):  # the client is gone already
                 await self._receive(guest, *await self._streams(end))
         finally:
             guest.known()
@@ -152,7 +158,7 @@ class Admission:
         try:
             transport, _ = await self._loop.create_connection(lambda: protocol, sock=end)
         except OSError:
-            # asyncio closes what it has taken over, and here it has not.
+            # asyncio closes only a socket that it has taken over, and it has not taken over this one.
             end.close()
             raise
         return reader, asyncio.StreamWriter(transport, protocol, reader, self._loop)

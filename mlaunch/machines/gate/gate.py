@@ -1,8 +1,9 @@
 """The one public port of a launch over several machines, on the machine of rank 0.
 
-Every machine's link holds a control connection to the gate: it joins, and is told the plan, a refusal, the first
-failure anywhere, the end of all. Both sides send heartbeats, so a machine that vanished is missed. A second connection,
-of the role "store", carries the traffic of all its ranks with the launch's store, which is in this process.
+Every machine's link holds a control connection to the gate: the link joins, and receives the plan, a refusal, the first
+failure anywhere, and the end of the launch. Both sides send heartbeats, so each notices when the other has vanished. A
+second connection, of the role "store", carries the traffic of all the machine's ranks with the launch's store, which is
+in the gate's process.
 
     joining --all ranks there--> running --all have said done--> over
        |  refusal                   |  first failure
@@ -28,7 +29,7 @@ from mlaunch.protocol.messages import CAUSE_DELAY
 from mlaunch.rendezvous.store_keys import StoreKeys
 
 _CLOSE_TIMEOUT = 1.0  # seconds for the others to close when all is over
-_WORD_DELAY = 0.1, 0.002  # seconds before who waits is told of who has come: at least, and for each who is told
+_WORD_DELAY = 0.1, 0.002  # seconds before the gate tells waiting machines who has joined: at least, and per machine
 BEATS = 5  # heartbeats within the time after which a machine counts as lost
 
 
@@ -42,7 +43,7 @@ class _JoinedMachine:
 
 
 class Gate:
-    """Serves one launch. ``store_limit``: bytes, None: no bound."""
+    """The gate of one launch. ``store_limit``: bytes that its store may hold; None: no limit."""
 
     def __init__(
         self, launch_id: str, token: str | None, heartbeat_timeout: float, store_limit: int | None = None
@@ -52,9 +53,9 @@ class Gate:
         self._heartbeat_timeout = heartbeat_timeout
         self._keys = StoreKeys(store_limit)
         self._members: dict[_JoinedMachine, None] = {}
-        self._awaited: set[_JoinedMachine] = set()  # those that are neither done nor gone
+        self._awaited: set[_JoinedMachine] = set()  # machines that are neither done nor gone
         self._roster = Roster()
-        self._word: asyncio.TimerHandle | None = None  # to those who wait
+        self._word: asyncio.TimerHandle | None = None  # for the next record to machines that wait
         self._complaints = Complaints()
         self._begun = False
         self._refusal = ""
@@ -65,7 +66,7 @@ class Gate:
         self._stop = GateStop()
 
     async def serve(self, listener: socket.socket) -> None:
-        """Serves for as long as the process lives; who ends the launch kills it."""
+        """Serve for as long as the process lives; the agent that started the process kills it."""
         self._admission = Admission(listener, self._receive)
         beat = self._heartbeat_timeout / BEATS
         while True:
@@ -73,7 +74,7 @@ class Gate:
             self._tell({"beat": 1})
 
     async def _receive(self, guest: Guest, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # What a stranger sends is bounded in number, size and time; whatever goes wrong with it ends it alone.
+        # What a stranger sends is bounded in number, size and time; an error ends only its own connection.
         try:
             with contextlib.suppress(OSError, asyncio.TimeoutError):
                 with control_protocol.limited(reader, guest.patience):
@@ -83,7 +84,7 @@ class Gate:
                     await serve_store(self._keys, reader, writer, self._complaints.tell_of_full_store)
                 elif role == "control":
                     await self._attend(reader, writer)
-        except Exception as error:  # a stranger has found what we do not foresee: the launch goes on
+        except Exception as error:  # a stranger may cause an error that nobody has foreseen: the launch continues
             self._complaints.tell_of_error(error)
         finally:
             writer.close()
@@ -92,7 +93,7 @@ class Gate:
         try:
             return await control_protocol.admit(reader, writer, self._token)
         except control_protocol.WrongTokenError as error:
-            if not self._begun:  # else it is none that is waited for
+            if not self._begun:  # after that, the launch waits for no machine
                 came = "without a token" if isinstance(error, control_protocol.NoTokenError) else "with another token"
                 self._complaints.tell_of_token(str(writer.get_extra_info("peername")[0]), came)
             raise
@@ -121,7 +122,7 @@ class Gate:
 
     async def _accept(self, member: _JoinedMachine) -> bool:
         if self._failure is not None or self._ended:
-            return False  # too late for this attempt: it tries again, and meets the next
+            return False  # too late for this attempt: the machine tries again, and joins the next one
         if self._begun:
             text = f"the launch at this port has begun, without {member.join.who}: a second launch needs another port"
             await control_protocol.send(member.writer, {"refused": text})
@@ -140,8 +141,11 @@ class Gate:
         return True
 
     def _tell_soon(self) -> None:
-        """Tells those who wait who has come, and whoever comes until then; the more they are, the later."""
-        # Bounded, and seldom: each newcomer's name to everybody was 9.8 GB with 1,250 machines.
+        """Send the waiting machines, after a delay, one record about all that have joined by that time.
+
+        The more machines wait, the longer is the delay.
+        """
+        # Telling every machine about each newcomer took 9.8 GB with 1,250 machines.
         if self._word is None:
             least, each = _WORD_DELAY
             delay = max(least, each * len(self._members))
@@ -158,10 +162,11 @@ class Gate:
         joins = membership.placed([member.join for member in ordered])
         plan = {
             "launch_id": self._launch_id,
-            "attempt": max(join.attempt for join in joins),  # one that comes back begins with 0
+            "attempt": max(join.attempt for join in joins),  # a machine that was replaced begins with 0
             "num_nodes": len(joins),
             "world_size": joins[0].world_size,
-            # Ranks sign what they exchange with it. It can be read on its way, so with a token both together sign.
+            # Ranks sign what they exchange with this secret. It crosses the network in plain text: with a token, they
+            # sign with both together.
             "secret": secrets.token_hex(16),
         }
         roles = membership.role_ranks(joins)
@@ -186,7 +191,7 @@ class Gate:
             self._stop.hear(member.number, record)
 
     def _pass_on(self, member: _JoinedMachine, record: control_protocol.Record) -> None:
-        """Pass a feature's word on to the first machine, or from that one to all others: no two others talk."""
+        """Pass a feature's record on: from the first machine to all others, from any other only to the first."""
         if member.number == 0:
             self._tell(record, besides=member)
             return
@@ -210,13 +215,12 @@ class Gate:
     # All machines
 
     async def _fail(self, failure: dict[str, Any], source: _JoinedMachine) -> None:
-        """Tell all of the first failure; of later ones each machine tells its own caller.
+        """Send the first failure to all machines except its source. Later ones go only to their own machine's caller.
 
-        One that looks like the consequence of another waits a moment for its cause. A cause that comes later still,
-        such as the loss of a machine whose ranks have gone on without the gate, is told as well.
+        A failure that looks like the consequence of another waits a moment for its cause. If the cause comes even later
+        (the loss of a machine whose ranks continued without the gate, for example), it is sent as well.
         """
-        # "connection closed by peer" comes from all other machines, and mostly before the word of the one that
-        # failed.
+        # "connection closed by peer" comes from all other machines, mostly before the failure that caused it.
         if failure.get("consequence"):
             await asyncio.sleep(CAUSE_DELAY)
         if self._failure is None or (self._failure.get("consequence") and not failure.get("consequence")):
@@ -229,15 +233,18 @@ class Gate:
             self._start(self._end())
 
     async def _end(self) -> None:
-        """Closes the port before anyone is told, since a next launch may use it at once."""
+        """Close the port, then tell all machines that the launch is over: the next launch may use the port at once."""
         if self._admission is not None:
             self._admission.close()
         await self._tell_master_last({"over": 1})
 
     async def _tell_master_last(self, record: control_protocol.Record) -> None:
-        """Its agent ends this process when it hears, and what the others have not read by then may be lost."""
+        """Send a record to all machines, and to the master's only when the others have closed, or after a second.
+
+        The master's agent ends this process when it receives the record, and with it what others have not read yet.
+        """
         master = min(self._members, key=lambda member: member.join.place, default=None)
-        if master is None:  # refused, and gone before it was told
+        if master is None:  # all machines were refused, and left before this record
             return
         others = [member.gone.wait() for member in self._members if member is not master]
         self._tell(record, besides=master)
@@ -247,8 +254,8 @@ class Gate:
             await control_protocol.send(master.writer, record)
 
     def _tell(self, record: control_protocol.Record, besides: _JoinedMachine | None = None) -> None:
-        # Encoded once for all: 0.16 s for 1,250 machines, most of it the kernel's. A tree of machines would have to
-        # be mended whenever one of them is what failed.
+        # Encoded once for all: 0.16 s for 1,250 machines, mostly in the kernel. A tree of machines would need repair
+        # whenever the failure is that of a machine in it.
         line = control_protocol.encode(record)
         for member in self._members:
             if member is not besides and not member.gone.is_set():

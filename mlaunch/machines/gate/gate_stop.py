@@ -1,6 +1,7 @@
-"""The step at which the ranks of all machines stop, where each machine has a caller of its own: the gate agrees.
+"""The step at which the ranks of all machines stop, if each machine has its own caller: the gate finds it.
 
-A machine asks, the gate makes all freeze their ranks and tell how often these have looked, and tells all where to stop.
+A machine asks for a stop. The gate makes all machines freeze their ranks and report how often each rank has looked for
+a stop, and tells all at which look to stop.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _PATIENCE = 1e9  # seconds
 
 
 class GateStop:
-    """Machines that have not ended are its members, by number."""
+    """The stop of one launch. Its members are the machines that have not ended, by number."""
 
     def __init__(self) -> None:
         self._writers: dict[int, asyncio.StreamWriter] = {}
@@ -26,7 +27,7 @@ class GateStop:
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, machine: int, writer: asyncio.StreamWriter) -> None:
-        """Add a machine as the launch begins. ``writer``: to it."""
+        """Add a machine when the launch begins. ``writer``: that of its control connection."""
         self._writers[machine] = writer
 
     def remove(self, machine: int) -> None:
@@ -35,7 +36,7 @@ class GateStop:
             self.take_steps()
 
     def hear(self, machine: int, record: Mapping[str, object]) -> None:
-        """Take what a machine says of a stop, as far as that makes sense."""
+        """Handle a machine's record about a stop; ignore what is invalid in it."""
         reason, patience, looks = record.get("stop"), record.get("patience"), record.get("frozen")
         sensible = isinstance(reason, str) and reason.isprintable() and 0 < len(reason) <= _REASON
         if isinstance(patience, bool) or not isinstance(patience, int | float) or not 0 <= patience <= _PATIENCE:
@@ -62,7 +63,7 @@ class GateStop:
         elif agreed.due < float("inf"):
             self._timer = asyncio.get_running_loop().call_at(agreed.due, self.take_steps)
 
-    # Those who agree
+    # The members, as AgreedStop sees them
 
     def working(self) -> Collection[int]:
         return list(self._writers)

@@ -1,4 +1,4 @@
-"""The machines of a launch: what each says when it joins, and whether that fits together."""
+"""The machines of a launch: the records that they exchange with the gate (join, plan, failure), and their order."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.text import both_ends, name_ranks, printable
 from mlaunch.protocol.spec import Agreed
 
-_LONGEST = {"host": 255, "function": 1000, "role": 255, "run_id": 255}  # characters; of what is not listed here:
+_LONGEST = {"host": 255, "function": 1000, "role": 255, "run_id": 255}  # characters; of other fields:
 _SHORT = 100
 MOST = 1 << 20  # ranks; a stranger's number must not cost the master its memory
 _LARGEST = 1 << 31  # of other numbers: a pid, an exit code
-# Without a token, whatever answers at the master's port sends the plan, and files are named by the id in it.
-_PART_OF_A_PATH = re.compile("[0-9A-Za-z]{1,64}")  # by the launch's id files are named
-# What other machines hear of a failure, in bytes of UTF-8: altogether less than half of a record between processes, and
-# as JSON, where each may become six, less than a line of the control protocol.
+# Without a token, any program at the master's port can send the plan, and the launch's id in it is part of file names.
+_PART_OF_A_PATH = re.compile("[0-9A-Za-z]{1,64}")
+# What other machines learn of a failure, in bytes of UTF-8: in total less than half of a record between processes, and
+# as JSON, where each byte may become six, less than a line of the control protocol.
 _WHAT, _TRACEBACK, _DETAIL, _HINTS = 4_000, 16_000, 500, 8
 
 
 @frozen_record
 class Join:
-    """What a machine says of itself."""
+    """A machine's description of itself, with which it joins."""
 
     host: str
     rank_start: int
@@ -38,8 +38,8 @@ class Join:
     torch: str
     attempt: int  # of the launch, from 0
     role: str = "default"  # of its ranks
-    machine: int = 0  # its number, where machines are counted
-    machines: int = 0  # that are to join; 0: they are not counted, rank_start and world_size say who is missing
+    machine: int = 0  # its number, if machines are counted
+    machines: int = 0  # how many join; 0: machines are not counted, rank_start and world_size say which are missing
     # Options that all machines must agree on.
     max_restarts: int = 0
     heartbeat_timeout: str = ""
@@ -54,7 +54,7 @@ class Join:
 
     @property
     def place(self) -> tuple[int, int]:
-        """By which the machines of a launch are ordered."""
+        """The sort key of a launch's machines."""
         return (self.machine, 0) if self.machines else (0, self.rank_start)
 
     @property
@@ -67,14 +67,17 @@ class Join:
 
     @classmethod
     def of_record(cls, record: Any) -> Join:
-        """Reads one from JSON. ConnectionError for what no machine says."""
+        """Return the join that a machine has sent as JSON. ConnectionError if ``record`` is not a valid one."""
         if not _has_shape(record, cls):
             raise ConnectionError("what came is no join")
         return cls(**record)
 
 
 def agreed_of_record(record: Any, own: Join) -> Agreed:
-    """Reads the plan for the machine that has said ``own`` from JSON. ConnectionError for what no gate says."""
+    """Return the plan that the gate has sent as JSON. ConnectionError if it is invalid, or does not fit ``own``.
+
+    ``own``: what the machine of this plan has sent to join.
+    """
     if not _has_shape(record, Agreed) or not _PART_OF_A_PATH.fullmatch(record["launch_id"]):
         raise ConnectionError("what came is no plan")
     plan = Agreed(**record)
@@ -89,7 +92,7 @@ def agreed_of_record(record: Any, own: Join) -> Agreed:
 
 
 def _has_shape(record: Any, shape: type[Join] | type[Agreed]) -> bool:
-    """Tells whether that has the fields of a record, each of its type, printable, and no longer or larger than ours."""
+    """True if ``record`` has just the fields of ``shape``, of the right types, printable, and within their limits."""
     if not isinstance(record, dict) or record.keys() != {field.name for field in fields(shape)}:
         return False
     return all(
@@ -101,7 +104,7 @@ def _has_shape(record: Any, shape: type[Join] | type[Agreed]) -> bool:
 
 
 def is_number(said: Any, least: int = 0, most: int = MOST) -> bool:
-    """Tells whether that is a number, which JSON's true is not, from ``least`` to ``most``."""
+    """True if ``said`` is an integer from ``least`` to ``most``, which JSON's true and false are not."""
     return type(said) is int and least <= said <= most
 
 
@@ -111,14 +114,14 @@ def _is_short(said: Any, longest: int) -> bool:
 
 @frozen_record
 class RoleRanks:
-    """Where a machine's ranks stand among all with the same role."""
+    """The place of a machine's ranks among all ranks of the same role: the first one's number, and how many all are."""
 
     start: int
     size: int
 
 
 def placed(joined: Sequence[Join]) -> list[Join]:
-    """Returns all machines of a launch in their order, with the ranks of those that were only counted."""
+    """Return all machines of a launch in order. Counted machines also get their first rank and the world size."""
     ordered = sorted(joined, key=lambda machine: machine.place)
     if not ordered[0].machines:
         return ordered
@@ -130,7 +133,7 @@ def placed(joined: Sequence[Join]) -> list[Join]:
 
 
 def role_ranks(ordered: Sequence[Join]) -> list[RoleRanks]:
-    """Returns what each machine's ranks are among those of their role."""
+    """Return the place of each machine's ranks among all ranks of their role."""
     sizes: Counter[str] = Counter()
     starts = []
     for machine in ordered:
@@ -140,7 +143,10 @@ def role_ranks(ordered: Sequence[Join]) -> list[RoleRanks]:
 
 
 def shortened(failure: RankFailure) -> RankFailure:
-    """Cuts a failure to what fits into a record, its traceback to the end, all else to the beginning; and cleans it."""
+    """Return the failure with its texts made printable and short enough for a record.
+
+    A traceback that is too long loses its middle, each other text its end.
+    """
     return replace(
         failure,
         what=printable(failure.what, _WHAT, lines=True),
@@ -156,14 +162,14 @@ def shortened(failure: RankFailure) -> RankFailure:
 
 
 def failure_of_record(record: Any) -> RankFailure:
-    """Reads a failure on another machine from its JSON; leaves out what has another type or size than it must have."""
+    """Return a failure that another machine has sent as JSON, without the fields that have a wrong type or size."""
     kinds = {"str": str, "int": int, "int | None": int, "bool": bool}
     wanted = {field.name: kinds.get(str(field.type)) for field in fields(RankFailure)}
     record = record if isinstance(record, dict) else {}
     known: dict[str, Any] = {
         name: value
         for name, value in record.items()
-        # A failure is told with what of it makes sense: it may be all that is known about the launch's end.
+        # A failure with some invalid fields is kept: it may be all that is known about the launch's end.
         if type(value) is wanted.get(name) and (type(value) is not int or is_number(value, -_LARGEST, _LARGEST))
     }
     hints = tuple(map(str, record["hints"])) if isinstance(record.get("hints"), list) else ()

@@ -1,4 +1,4 @@
-"""The machines that have joined a launch. To add one costs the same however many there are."""
+"""The machines that have joined a launch. Adding one is as cheap with many machines as with few."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from mlaunch.base.text import first_bytes, name_ranks
 from mlaunch.machines.gate.membership import Join
 
 _NAMED, _NAME = 5, 63  # machines in a sentence, and characters of each
-_RUNS = 10  # of numbers in a sentence
+_RUNS = 10  # runs of numbers in a sentence
 _SENTENCE = 2_000  # bytes of it
 
 
 class Roster:
-    """The machines that are there. All fit together: who does not is not added."""
+    """The machines that have joined, without conflicts between them: the gate adds none that has a ``conflict``."""
 
     def __init__(self) -> None:
-        self._joins: dict[tuple[int, int], Join] = {}  # by place, in the order of their coming
+        self._joins: dict[tuple[int, int], Join] = {}  # by place, in the order in which they came
         self._starts: list[tuple[int, int]] = []  # the first rank, and the number after the last, of each
         self._ranks = 0
 
@@ -32,21 +32,21 @@ class Roster:
         self._ranks += join.n_gpus
 
     def remove(self, join: Join) -> None:
-        """Takes out one that has left."""
+        """Remove a machine that has left."""
         del self._joins[join.place]
         del self._starts[bisect_left(self._starts, _span(join))]
         self._ranks -= join.n_gpus
 
     @property
     def complete(self) -> bool:
-        """Whether all are there."""
+        """True if all machines of the launch have joined."""
         first = next(iter(self._joins.values()), None)
         if first is None:
             return False
         return len(self) == first.machines if first.machines else self._ranks == first.world_size
 
     def conflict(self, new: Join) -> str:
-        """Says why ``new`` does not fit to those that have joined, for all to read; "" if it does."""
+        """Return why ``new`` cannot join the machines here, as a message for all of them; "" if it can."""
         if new.n_gpus < 1 or (not new.machines and new.ranks[-1] >= new.world_size):
             return f"{new.who} has ranks beyond world_size={new.world_size}"
         if new.machines and new.machine >= new.machines:
@@ -54,14 +54,14 @@ class Roster:
         first = next(iter(self._joins.values()), None)
         if first is None:
             return ""
-        return _difference(first, new) or self._overlap(new)  # to which all others are alike
+        return _difference(first, new) or self._overlap(new)  # the first is like all others
 
     def _overlap(self, new: Join) -> str:
         if new.machines:
             other = self._joins.get(new.place)
             both = f"both have --node-rank {new.machine}"
             return "" if other is None else f"host {other.host} and host {new.host} {both}"
-        # Only the neighbours can overlap, since those that are there do not: all pairs would be N squared.
+        # Only neighbours can overlap with it, since the others do not overlap: comparing all pairs would be N squared.
         at = bisect_left(self._starts, _span(new))
         for start, end in self._starts[max(0, at - 1) : at + 1]:
             shared = range(max(start, new.rank_start), min(end, new.ranks.stop))
@@ -72,7 +72,7 @@ class Roster:
         return ""
 
     def missing(self) -> list[range]:
-        """Returns the ranks that no machine has brought, or the numbers of the machines where those are counted."""
+        """Return the ranks that no machine has brought or, if machines are counted, the numbers of missing machines."""
         first = next(iter(self._joins.values()))
         there, most = self._starts, first.world_size
         if first.machines:
@@ -81,7 +81,10 @@ class Roster:
         return [range(end, start) for end, start in zip([0, *ends], [*starts, most], strict=True) if start > end]
 
     def describe(self) -> str:
-        """Says who is there and who is not, in a few words: "2 machines joined (h1, h2); ranks 8-15 missing"."""
+        """Return which machines are here and what is missing, such as "2 machines joined (h1, h2); ranks 8-15 missing".
+
+        At least one machine must have joined. The text is at most ``_SENTENCE`` bytes long.
+        """
         names = ", ".join(join.host[:_NAME] for join in self.joins()[:_NAMED])
         if len(self) > _NAMED:
             names += f" and {len(self) - _NAMED} more"
@@ -101,8 +104,8 @@ def _span(join: Join) -> tuple[int, int]:
 
 
 def _difference(other: Join, new: Join) -> str:
-    """Says in what two machines of one launch must not differ, and do."""
-    option = "--{} {{}}" if new.machines else "{}={{}}"  # as a command's, or the decorator's
+    """Return the first difference between two machines that one launch does not allow; "" if there is none."""
+    option = "--{} {{}}" if new.machines else "{}={{}}"  # a command's option, or the decorator's argument
     for name, words in (
         ("world_size", "world_size={}"),
         ("machines", "--nnodes {}"),

@@ -1,7 +1,7 @@
-"""The process of a launch over several machines that has the gate and, beside it, the launch's store.
+"""The process with the gate and the store of a launch over several machines.
 
-Its socket is bound and listens before anyone is told of it: no port is found and then lost, and no client dials too
-early and waits.
+Its socket listens before any client learns its address. So no other process can take the port in between, and no
+client connects too early and has to wait.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mlaunch.base.process_name import name_process
 
 @frozen_record
 class GateConfig:
-    """What the gate needs: a public socket, which launch it serves, and what it asks of other machines."""
+    """The gate's configuration: its public socket, the launch that it serves, and what it requires of machines."""
 
     listener: socket.socket
     launch_id: str
@@ -29,7 +29,7 @@ class GateConfig:
     store_limit: int | None = None  # bytes
 
     def serve(self) -> None:
-        """Serves the launch's machines for as long as the process lives."""
+        """Serve the launch's machines for as long as the process lives."""
         from mlaunch.machines.gate.gate import Gate
         from mlaunch.rendezvous import event_loop
 
@@ -42,20 +42,20 @@ class StoreProcess:
 
     def __init__(self, gate: GateConfig, close_in_child: Iterable[int] = ()) -> None:
         parent = os.getpid()
-        # A process of its own, since machines join before ranks are forked: a process that hosts a store's thread and
-        # then forks can leave its children waiting for the resolver's lock for ever.
+        # A separate process, because machines join before the agent forks its ranks: if a process that runs a store's
+        # thread forks, its children may wait for the resolver's lock for ever.
         self.pid = os.fork()
         if self.pid == 0:
             _run(gate, parent, close_in_child)
         self.sentinel = os.pidfd_open(self.pid)
 
     def kill(self) -> None:
-        """Ends the process, which holds nothing that outlives the launch. It remains to be reaped."""
+        """Kill the process, which holds nothing that outlives the launch. Call ``reap`` after that."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
     def reap(self) -> int:
-        """Waits for the process's end and returns its exit code."""
+        """Wait for the end of the process, and return its exit code."""
         _, status = os.waitpid(self.pid, 0)
         os.close(self.sentinel)
         return os.waitstatus_to_exitcode(status)
@@ -63,7 +63,7 @@ class StoreProcess:
 
 def _run(gate: GateConfig, parent: int, close: Iterable[int]) -> None:
     try:
-        # First: an agent that dies meanwhile must not leave the port taken.
+        # First of all, so that the port does not stay taken if the agent dies.
         linux.die_with(parent)
         name_process("gate", gate.launch_id)
         for fd in close:

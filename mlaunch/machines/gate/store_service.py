@@ -1,4 +1,4 @@
-"""The gate's side of a machine's traffic with the store: a session for each of its ranks."""
+"""The gate's side of a machine's traffic with the store: a session for each connection of its ranks."""
 
 from __future__ import annotations
 
@@ -16,33 +16,36 @@ async def serve_store(
     writer: asyncio.StreamWriter,
     tell_full: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serves a machine's ranks the store, until the machine is gone. ConnectionError for what no link says.
+    """Serve the store to a machine's ranks until the machine is gone. ConnectionError for what no link sends.
 
-    ``tell_full`` is called when the store has no room for what one of them asks.
+    ``tell_full`` is called when the store has no room for a rank's request.
     """
     pieces = Pieces(reader, writer)
     sessions: dict[int, StoreConnection] = {}
     begun = 0
     try:
         async for stream, data in pieces.received():
-            # Only the next number begins a stream: one that was ended must not come to life by what was still on its
-            # way.
+            # Only the next number begins a stream: pieces that were still on their way must not revive a stream that
+            # the gate has ended.
             if stream == begun:
                 begun += 1
                 sessions[stream] = StoreConnection(keys, _answering(pieces, stream))
             if _feed(sessions, stream, data, pieces):
                 tell_full()
             if pieces.unsent:
-                await pieces.drained()  # a machine that does not read is not listened to
+                await pieces.drained()  # the gate reads nothing from a machine that does not read
     finally:
         for session in sessions.values():
             session.close()
 
 
 def _feed(sessions: dict[int, StoreConnection], stream: int, data: bytes, pieces: Pieces) -> bool:
-    """Passes on what came of a stream; ends one whose client asks for what cannot be. True: for want of room."""
+    """Pass a stream's data to its session, and end a stream whose client asks for the impossible.
+
+    True if the store had no room for it.
+    """
     session, is_full = sessions.get(stream), False
-    if session is None:  # it was ended
+    if session is None:  # the gate has ended this stream
         return False
     try:
         session.feed(data)

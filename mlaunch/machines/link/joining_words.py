@@ -1,4 +1,4 @@
-"""Says what a machine waits for while the machines of a launch join."""
+"""Messages about what a machine waits for while the machines of a launch join."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from collections.abc import Callable
 from mlaunch.machines.wire import control_protocol
 from mlaunch.protocol.messages import Waiting
 
-# Most launches have all their machines by then, and print nothing.
-_FIRST_WORD_DELAY = 2.0  # seconds before the first word on what is waited for
-_REMINDER_DELAY = 30.0  # seconds between words that say the same
-_LOOK_DELAY = 0.5  # seconds between looks whether there is a word to say
+# In most launches all machines have joined before that, and nothing is printed.
+_FIRST_WORD_DELAY = 2.0  # seconds before the first message
+_REMINDER_DELAY = 30.0  # seconds before the same message again
+_LOOK_DELAY = 0.5  # seconds between checks whether there is something to say
 
 
 class JoiningWords:
-    """What a joining machine waits for, in words. ``there``: where the gate should be; ``tell``: tells the agent."""
+    """The messages of a machine that joins. ``there``: where the gate should be; ``tell``: sends one to the agent."""
 
     def __init__(self, there: str, tell: Callable[[Waiting], object]) -> None:
         self._there, self._tell = there, tell
         self._start = time.monotonic()
         self.trouble: OSError = OSError("trying")  # why there is no connection
-        self.joined = ""  # who has joined, as the gate told last
-        self.over = False  # all have
+        self.joined = ""  # which machines have joined, according to the gate's last record
+        self.over = False  # all machines have joined
 
     async def remind(self) -> None:
-        """Says what is waited for, when that changes and now and then, until the launch runs."""
+        """Tell the agent what this machine waits for, when that changes and every 30 s, until all have joined."""
         told, at = "", self._start
         await asyncio.sleep(_FIRST_WORD_DELAY)
         while not self.over:
@@ -38,7 +38,7 @@ class JoiningWords:
             await asyncio.sleep(_LOOK_DELAY)
 
     def state(self) -> str:
-        """Says what is waited for, and since when."""
+        """Return what this machine waits for, and how long it has waited."""
         waited = f"after {time.monotonic() - self._start:.0f} s"
         if self.joined:
             return f"{waited} at {self._there}: {self.joined}"

@@ -1,4 +1,4 @@
-"""The agent's handle on its machine's link, the process that talks with the launch's other machines."""
+"""The agent's handle on its machine's link, the process that talks to the other machines of the launch."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 class Link:
-    """A forked process that ends with this one, and a channel to it.
+    """The link, a forked process that ends with this one, and a channel to it.
 
-    ``listener``: where it listens for this machine's ranks.
+    ``listener``: the socket where the link accepts connections of this machine's ranks.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Link:
         self.channel: Channel[LinkSays, LinkHears]
         self.channel, theirs = Channel.pair()
         parent = os.getpid()
-        # A process beside the agent: heartbeats go on while that is busy with its ranks, and it has no event loop.
+        # A process beside the agent: heartbeats continue while the agent, which has no event loop, is busy with ranks.
         self.pid = os.fork()
         if self.pid == 0:
             self.channel.close()
@@ -56,7 +56,7 @@ def _run(
         from mlaunch.rendezvous import event_loop
 
         event_loop.run(LinkProcess(cluster, join, agent).run(listener))
-    except BaseException:  # an error of ours: the text must not be lost
+    except BaseException:  # a bug in mlaunch: its traceback must not be lost
         traceback.print_exc()
     finally:
         os._exit(1)

@@ -1,6 +1,7 @@
 """One machine's end of the connection to the other machines of a launch, in a process beside the agent.
 
-It joins at the gate, passes on what agent and gate say, sends heartbeats, and carries ranks' traffic with the store. ::
+It joins at the gate, passes on records of the agent and the gate, sends heartbeats, and carries the ranks' traffic with
+the store. ::
 
     agent <--records (Channel)--> this process --control: JSON lines, heartbeats-----------> gate
     ranks --torch's protocol, loopback--> streams --store: pieces of many streams---------> gate, which is the store
@@ -34,22 +35,22 @@ from mlaunch.protocol.messages import CAUSE_DELAY, PartSays, Refused
 from mlaunch.protocol.spec import Rendezvous
 from mlaunch.rendezvous.address import interface_of
 
-_HANDSHAKE_TIMEOUT = 60.0  # seconds: others may be before us, and a gate that says nothing is given up for good
+_HANDSHAKE_TIMEOUT = 60.0  # seconds: the gate may be busy with other machines; after that, the link connects again
 _OF_SILENCE = "is that machine cut off, or was a process there stopped (SIGSTOP)? heartbeat_timeout= allows for more"
 _RETRY_DELAYS = (0.05, 1.0)  # seconds between attempts to connect, the first and the longest
 
 
 class LinkProcess:
-    """What runs in it; ``agent``: the channel to the agent."""
+    """The main object of the link's process. ``agent``: the channel to the agent."""
 
     def __init__(self, cluster: Rendezvous, join: Join, agent: Channel[LinkHears, LinkSays]) -> None:
         self._cluster = cluster
         self._join = join
         self._agent = agent
         self._wait = JoiningWords(f"{cluster.master_ip}, port {cluster.port}", agent.try_send)
-        self._writer: asyncio.StreamWriter | None = None  # to the gate, once it knows us
+        self._writer: asyncio.StreamWriter | None = None  # to the gate, after the handshake
         self._master = ""  # its address
-        self._failed = False  # here or elsewhere, by what looks like no consequence of something else
+        self._failed = False  # here or elsewhere, and not as the consequence of something else
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, listener: socket.socket | None) -> None:
@@ -72,7 +73,7 @@ class LinkProcess:
     # Joining
 
     async def _become_member(self) -> None:
-        """Returns once all ranks are there. RefusedError if that cannot be."""
+        """Join at the gate, and return once the plan has come: all machines have joined. RefusedError if it refuses."""
         pause, longest = _RETRY_DELAYS
         while True:
             try:
@@ -96,7 +97,7 @@ class LinkProcess:
                 join = {"join": self._join.as_record()}
                 await control_protocol.introduce(reader, writer, "control", self._cluster.token, first=join)
         except BaseException:
-            writer.close()  # the collector, which would close it, is off in what a fork server forks
+            writer.close()  # in forks of a fork server, the collector that would close it is off
             raise
         self._writer = writer
         return reader
@@ -144,15 +145,15 @@ class LinkProcess:
             pass
         except OSError:
             why, hints = "its connection was closed", []
-        if self._failed:  # after which nobody waits for the others
+        if self._failed:  # then nobody waits for the other machines
             return
         who = f"the master at {self._cluster.master_ip}, port {self._cluster.port},"
-        here = self._join.rank_start == 0  # then it is the consequence of what ended the gate's process
+        here = self._join.rank_start == 0  # this machine has the gate's process, which something else has ended
         failure = RankFailure(None, 0, f"was lost: {why}", subject=who, consequence=here, hints=(*hints,), kind="lost")
         self._agent.try_send(failure)
 
     async def _beat(self) -> None:
-        """Shows agent and gate that this process lives."""
+        """Send heartbeats to the agent and the gate for as long as this process lives."""
         while True:
             await asyncio.sleep(self._cluster.heartbeat_timeout / BEATS)
             self._agent.try_send(Beat())
@@ -161,7 +162,7 @@ class LinkProcess:
     def _hear_agent(self) -> None:
         record, _ = self._agent.hear()
         match record:
-            # The agent is gone, and with it all that this process is for; tasks that are left have nobody to tell.
+            # The agent is gone: this process has nothing left to do, and its tasks have nobody to report to.
             case None:
                 os._exit(0)
             case RankFailure():
@@ -184,11 +185,11 @@ class LinkProcess:
             control_protocol.post(self._writer, control_protocol.encode(record))
 
     async def _serve_ranks(self, listener: socket.socket) -> None:
-        """Carries the ranks' traffic with the store; its end is the launch's failure."""
+        """Carry the ranks' traffic with the store. If that ends before any failure, report it to gate and agent."""
         try:
             await self._carry(listener)
         except (OSError, control_protocol.RefusedError) as error:
-            if self._failed:  # which is why
+            if self._failed:  # that is why it ended
                 return
             self._failed, host = True, socket.gethostname()
             who = f"the connection of host {host}'s ranks to the store"
@@ -197,10 +198,10 @@ class LinkProcess:
             self._agent.try_send(failure)
 
     async def _carry(self, listener: socket.socket) -> None:
-        # A connection of its own, so that a large value on its way to the store holds up no news of a failure.
+        # A separate connection, so that a large value on its way to the store does not delay a failure.
         port, token = self._cluster.port, self._cluster.token
         async with control_protocol.dialled(self._master, port, "store", token) as streams:
             with contextlib.suppress(OSError):
                 await RankStreams().serve(listener, streams)
-        await asyncio.sleep(CAUSE_DELAY)  # for the control connection to tell what has ended this one, too
+        await asyncio.sleep(CAUSE_DELAY)  # the control connection may bring the cause meanwhile
         raise ConnectionError("its connection was closed")

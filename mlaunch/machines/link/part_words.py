@@ -1,13 +1,13 @@
-"""What a link and the gate say for features' parts: records of the control protocol, and their sense.
+"""Records for features' parts between a link and the gate: how they look in the control protocol, and their meaning.
 
-Of a stop that all machines agree on:
+About a stop that all machines agree on ("unsure" is true if nobody knows whether ranks look for a stop at all):
 
-link -> gate   {"stop": reason, "patience": seconds, "unsure": whether ranks look at all}, {"frozen": looks}
+link -> gate   {"stop": reason, "patience": seconds, "unsure": bool}, {"frozen": looks}
 gate -> link   {"freeze": reason}, {"thaw": 1}, {"stop_at": look, "reason": reason}, {"unused": 1}
 
-Of other features, whose words the gate passes on unread to the machine of rank 0, or from that one to all others:
+About other features. The gate passes these on unread: to the machine of rank 0, or from that one to all others:
 
-link -> gate -> link   {"part": feature, "word": what it says}
+link -> gate -> link   {"part": feature, "word": its record}
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from mlaunch.features import with_hook
 from mlaunch.machines.wire.control_protocol import Record
 from mlaunch.protocol.messages import ForPart, PartSays
 
-_CALL = 0  # the number of the one call of such a launch
+_CALL = 0  # the number of the only call in such a launch
 _REASON = 100  # bytes
 _FEATURES = {feature.name for feature in with_hook("agent.part")}
 
 
 def record_of(said: PartSays) -> Record:
-    """Return what is sent to the gate."""
+    """Return the record that carries a part's news to the gate."""
     news = said.news
     if isinstance(news, dict):
         return {"part": said.feature, "word": news}
@@ -47,7 +47,7 @@ def record_of(said: PartSays) -> Record:
 
 
 def order_of(record: Record) -> ForPart | None:
-    """Read what comes for a feature; None if the record is about something else, or makes no sense."""
+    """Return what a record of the gate says to a feature; None if it is about something else, or is invalid."""
     word = record.get("word")
     if record.get("part") in _FEATURES and isinstance(word, dict):
         return ForPart(record["part"], _CALL, word)

@@ -1,6 +1,6 @@
 """The link's side of its ranks' traffic with the store: each rank's connection is a stream to the gate, and back.
 
-What a rank says is passed on as it comes, and nothing of it is kept, however large a value is.
+The link passes data on as it comes, and keeps no whole value, however large it is.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from mlaunch.machines.wire import control_protocol
 from mlaunch.machines.wire.multiplex import Pieces
 from mlaunch.rendezvous.peer_user import PeerUser
 
-# As memory of this process, for all ranks together: a gate that is slow slows down who writes, and fills nothing.
-_AHEAD = 1 << 22  # bytes that may wait to be sent before the ranks' connections are not read any more
+# For all ranks together. A slow gate slows down the ranks that write, and does not fill this process's memory.
+_AHEAD = 1 << 22  # bytes that may wait to be sent before the link stops reading from its ranks
 _BACKLOG = 4096
 
 
 class RankStreams:
-    """Carries what its ranks say to the gate.
+    """The streams of one machine's ranks to the gate.
 
-    They connect to a listening socket, before or after there is a connection to the gate; processes of other users are
-    turned away.
+    Ranks connect to a listening socket, before or after there is a connection to the gate. Connections from other
+    users' processes are closed.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class RankStreams:
         self._resuming: asyncio.Task[None] | None = None
 
     async def serve(self, listener: socket.socket, streams: control_protocol.Streams) -> None:
-        """Carries until the gate's side ends it, and with it all ranks' connections."""
+        """Carry data both ways until the gate's side ends the connection; then close all ranks' connections."""
         self._pieces = pieces = Pieces(*streams)
         loop = asyncio.get_running_loop()
         users = PeerUser()
@@ -52,20 +52,20 @@ class RankStreams:
                 end.close()
 
     def connect(self, end: asyncio.Transport) -> None:
-        """Takes in a rank's connection."""
+        """Add a rank's new connection."""
         self._connected.add(end)
-        # A newcomer would be read while all others are held back.
+        # Else the link would read from it, while all others wait for the gate.
         if self._resuming is not None:
             end.pause_reading()
 
     def begin(self, end: asyncio.Transport) -> int:
-        """Returns the number of the stream of a connection that has something for the store."""
+        """Begin the stream of a connection whose first data has come, and return the stream's number."""
         stream, self._begun = self._begun, self._begun + 1
         self._ends[stream] = end
         return stream
 
     def say(self, stream: int, data: bytes) -> None:
-        """Sends what a rank has said; b"": that it is gone."""
+        """Send a rank's data to the gate; b"" says that its connection is closed."""
         if self._pieces is None:
             return
         self._pieces.send(stream, data)
@@ -77,14 +77,14 @@ class RankStreams:
     async def _resume(self, pieces: Pieces) -> None:
         try:
             await pieces.drained()
-        except OSError:  # which ends the ranks' connections
+        except OSError:  # serve() closes the ranks' connections
             return
         self._resuming = None
         for end in self._connected:
             end.resume_reading()
 
     def disconnect(self, end: asyncio.Transport, stream: int | None) -> None:
-        """Is called when a rank's connection is closed."""
+        """Remove a rank's closed connection, and tell the gate if it had a stream."""
         self._connected.discard(end)
         if stream is not None:
             self._ends.pop(stream, None)
@@ -101,7 +101,7 @@ class _RankEnd(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
-        # torch's clients know no password, and everybody on the machine reaches a port on loopback.
+        # torch's clients know no password, and any user of the machine can connect to a port on loopback.
         if self._users.is_ours(transport.get_extra_info("socket")):
             self._streams.connect(transport)
         else:

@@ -1,1 +1,1 @@
-"""How gate and links talk, over connections that strangers may open, too."""
+"""How the gate and the links talk, over connections that strangers may open, too."""

@@ -7,10 +7,10 @@
     client:                                                                proof
     server:                                                                proof
 
-With a token each side proves with HMAC-SHA256 over both fresh nonces, its own part in the exchange and the role that it
-knows the token's key; the token itself never travels. The client proves first: whoever hears a proof can try guesses at
-the token, and anybody can connect. Nothing of a client that has not proved itself reaches the store, and nothing that a
-server says before its proof decides anything. Without a token on either side the hello is enough.
+With a token, each side proves that it knows the token's key: with HMAC-SHA256 over both fresh nonces, its own part in
+the exchange and the role. The token itself is never sent. The client proves first, because anybody can connect, and
+anybody with a proof can try guesses at the token. Nothing from a client that has not proved itself reaches the store,
+and nothing that a server says before its proof decides anything. Without a token on either side, the hello is enough.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from typing import Any
 
 from mlaunch.base.text import printable
 
-# Counted up with each change of records, so that two versions of mlaunch refuse each other in words.
+# Add 1 with each change of records, so that two versions of mlaunch refuse each other with a clear message.
 PROTOCOL = 10
 ROLES = ("control", "store")
 LINE_LIMIT = 262_144  # bytes of a record
-SENTENCE = 2_000  # bytes of what is said to people
+SENTENCE = 2_000  # bytes of a message for people
 _KEEP_ALIVE = 60  # seconds
-_VERSIONS = 1_000_000  # of the protocol, that anybody may say
+_VERSIONS = 1_000_000  # each protocol version is below this
 
 _NONCE, _PROOF = re.compile("[0-9a-f]{1,64}"), re.compile("[0-9a-f]{64}")
 
@@ -42,7 +42,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class UnprovedError(ConnectionError):
-    """The other end has not proved to be of this launch. ``advice``: what people can do about it."""
+    """The other end has not proved that it belongs to this launch. ``advice``: what people can do about it."""
 
     def __init__(self, why: str, advice: str = "does another program, or another launch, listen there?") -> None:
         super().__init__(why)
@@ -56,7 +56,7 @@ SILENT = UnprovedError(
 
 
 class WrongTokenError(ConnectionError):
-    """A client speaks as one of ours, with another token."""
+    """A client speaks mlaunch's protocol, with another token."""
 
 
 class NoTokenError(WrongTokenError):
@@ -67,11 +67,11 @@ _SAME_TOKEN = "give both the same token= or MLAUNCH_TOKEN, unless another launch
 
 
 class RefusedError(Exception):
-    """The other side will have nothing to do with us, and says why."""
+    """The other side refuses this one, and says why; or this machine has no token, and the master asks for one."""
 
 
 def encode(record: Record) -> bytes:
-    """Makes the line of a record. ValueError if it is longer than the other side would read."""
+    """Return the line of a record. ValueError if it is longer than ``LINE_LIMIT``: the other side would not read it."""
     line = json.dumps(record).encode() + b"\n"
     if len(line) > LINE_LIMIT:
         raise ValueError(f"a record of {len(line)} bytes; a line holds {LINE_LIMIT}: its texts must be bounded")
@@ -79,7 +79,10 @@ def encode(record: Record) -> bytes:
 
 
 def write(writer: asyncio.StreamWriter, data: bytes) -> None:
-    """Writes without waiting. ConnectionError if it is closed: asyncio says nothing of that, uvloop RuntimeError."""
+    """Write without waiting. ConnectionError if the connection is closed.
+
+    For that, asyncio's own ``write`` raises nothing, and uvloop's raises RuntimeError.
+    """
     if writer.is_closing():
         raise ConnectionResetError("the connection was closed")
     try:
@@ -89,7 +92,7 @@ def write(writer: asyncio.StreamWriter, data: bytes) -> None:
 
 
 def post(writer: asyncio.StreamWriter, data: bytes) -> None:
-    """Writes without waiting. Whoever reads from a connection that is closed hears of its end there."""
+    """Write without waiting. If the connection is closed, do nothing: the task that reads from it notices that."""
     with contextlib.suppress(ConnectionError):
         write(writer, data)
 
@@ -100,7 +103,7 @@ async def send(writer: asyncio.StreamWriter, record: Record) -> None:
 
 
 async def read(reader: asyncio.StreamReader) -> Record:
-    """Returns the next record. ConnectionError at the end of the connection, or for what is no record."""
+    """Return the next record. ConnectionError at the end of the connection, or if what comes is no record."""
     try:
         line = await reader.readline()
     except (ValueError, asyncio.LimitOverrunError) as error:
@@ -118,9 +121,10 @@ async def read(reader: asyncio.StreamReader) -> Record:
 
 @contextlib.contextmanager
 def limited(reader: asyncio.StreamReader, seconds: float) -> Iterator[None]:
-    """Makes reads fail with asyncio.TimeoutError after that time, and ever after: the connection is of no use then.
+    """Make reads inside fail with asyncio.TimeoutError after so many seconds, and all later reads, too.
 
-    Unlike asyncio.wait_for it makes no task, which the gate would do several times for each of a thousand machines.
+    So the connection is useless after a timeout. Unlike asyncio.wait_for, this makes no task; the gate would need
+    several for each of a thousand machines.
     """
     timer = asyncio.get_running_loop().call_later(seconds, reader.set_exception, asyncio.TimeoutError())
     try:
@@ -136,9 +140,11 @@ async def introduce(
     token: str | None,
     first: Record | None = None,
 ) -> None:
-    """Shakes hands as the client; ``first`` is the first record after that.
+    """Do the handshake as the client, and then send the record ``first``.
 
-    RefusedError if one side rejects the other; ConnectionError if it is no server, or has not proved to be ours.
+    Raises:
+        RefusedError: One side rejects the other.
+        ConnectionError: The other side is no gate, or has not proved that it belongs to this launch.
     """
     nonce = secrets.token_hex(16)
     await send(writer, {"mlaunch": PROTOCOL, "role": role, "nonce": nonce})
@@ -146,7 +152,7 @@ async def introduce(
     if token is not None:
         await _prove_first(reader, writer, role, token, nonce, answer)
     elif "challenge" in answer:
-        await send(writer, {"tokenless": 1})  # for the master's people, who wait for this machine
+        await send(writer, {"tokenless": 1})  # so that the master can print why this machine does not join
         raise RefusedError("the master asks for a token, and this machine has none; give token= or MLAUNCH_TOKEN")
     elif "refused" in answer:
         raise RefusedError(_other_version(answer) or printable(str(answer["refused"]), SENTENCE))
@@ -159,12 +165,15 @@ async def introduce(
 async def _prove_first(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, role: str, token: str, nonce: str, answer: Record
 ) -> None:
-    """Returns once both sides have proved themselves. Until then the other may be anybody: all else is trouble."""
+    """Prove this client to the server, and return once the server has proved itself. ConnectionError if it does not.
+
+    Until then the other side may be anybody, so even its refusal raises no RefusedError.
+    """
     if "welcome" in answer:
         raise UnprovedError("the master has no token, and this machine has one", _SAME_TOKEN)
     if "challenge" not in answer:
         raise UnprovedError(_other_version(answer) or "what answers there is no master of mlaunch")
-    # Checked for its form: one with a NUL in it could shift the parts of the text that is signed.
+    # Its form is checked, because a NUL in it could shift the parts of the text that is signed.
     theirs = _nonce(answer["challenge"])
     await send(writer, {"proof": _prove(token, "client", nonce, theirs, role)})
     answer = await read(reader)
@@ -173,7 +182,7 @@ async def _prove_first(
 
 
 def _other_version(answer: Record) -> str:
-    """Says in our own words which version answers; "" if it has not said one."""
+    """Return a message, without any text of the other side's, about the version that answers; "" if it gives none."""
     version = answer.get("mlaunch")
     if type(version) is not int or not 0 < version < _VERSIONS:
         return ""
@@ -181,7 +190,7 @@ def _other_version(answer: Record) -> str:
 
 
 async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str | None) -> str:
-    """Shakes hands as the server; returns the client's role. ConnectionError for whoever is not let in."""
+    """Do the handshake as the server, and return the client's role. ConnectionError if the client is not admitted."""
     hello = await read(reader)
     role, version = str(hello.get("role")), hello.get("mlaunch")
     if type(version) is not int or not 0 < version < _VERSIONS or role not in ROLES:
@@ -194,30 +203,30 @@ async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, toke
         await send(writer, {"welcome": PROTOCOL})
         return role
     ours = secrets.token_hex(16)
-    # A nonce of each side: proofs that somebody has recorded are of no use at another time, nor turned round.
+    # A nonce from each side makes recorded proofs useless at another time, and in the other direction.
     await send(writer, {"challenge": ours})
     answer = await read(reader)
     if "tokenless" in answer:
         raise NoTokenError("a client without a token")
     proof = answer.get("proof")
     if not _is(proof, _prove(token, "client", nonce, ours, role)):
-        # No more than that: why a guess is wrong would be of use to whoever guesses.
+        # No more than that: the reason would help somebody who guesses.
         await send(writer, {"refused": "wrong token"})
-        wrong = WrongTokenError if _PROOF.fullmatch(str(proof)) else ConnectionError  # the latter is no machine's
+        wrong = WrongTokenError if _PROOF.fullmatch(str(proof)) else ConnectionError  # the latter: not a machine
         raise wrong("a client with a wrong token")
     await send(writer, {"proof": _prove(token, "server", nonce, ours, role)})
     return role
 
 
 def _nonce(said: Any) -> str:
-    """Returns what the other side drew. ConnectionError for what no side of ours draws."""
+    """Return the other side's nonce. ConnectionError if it does not have the form of one."""
     if not isinstance(said, str) or not _NONCE.fullmatch(said):
         raise ConnectionError("what came is no nonce")
     return said
 
 
 def _is(said: Any, proof: str) -> bool:
-    """Tells whether that is the proof, in a time that does not tell how much of it is right."""
+    """True if ``said`` is the proof. The time that this takes does not show how much of it is right."""
     return hmac.compare_digest(str(said).encode(errors="replace"), proof.encode())
 
 
@@ -227,7 +236,7 @@ def _prove(token: str, who: str, client_nonce: str, server_nonce: str, role: str
 
 
 def _keep_alive(end: socket.socket) -> None:
-    """Turns on TCP keepalive: firewalls forget connections on which ranks say nothing for hours."""
+    """Turn on TCP keepalive: firewalls forget connections on which ranks send nothing for hours."""
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEP_ALIVE)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEP_ALIVE)
@@ -235,7 +244,7 @@ def _keep_alive(end: socket.socket) -> None:
 
 @contextlib.asynccontextmanager
 async def dialled(host: str, port: int, role: str, token: str | None) -> AsyncIterator[Streams]:
-    """Connects to a gate as a client of this role, for a while. Raises as ``introduce``."""
+    """Connect to a gate as a client of this role, and close the connection at the end. Raises like ``introduce``."""
     reader, writer = await asyncio.open_connection(host, port, limit=LINE_LIMIT)
     _keep_alive(writer.get_extra_info("socket"))
     try:

@@ -1,4 +1,4 @@
-"""The records between an agent and its link to the other machines; what of them goes on to the launcher.
+"""The records between an agent and its link, and which of them the agent passes on to the launcher.
 
 link -> agent -> launcher Waiting, Refused, RankFailure
 link -> agent             Beat, Planned, AllGone, ForPart
@@ -15,7 +15,7 @@ from mlaunch.protocol.spec import Agreed
 
 @frozen_record
 class Planned:
-    """All machines have joined. ``interface``: this machine's, on the way to the master."""
+    """The plan: all machines have joined. ``interface``: this machine's network interface to the master."""
 
     agreed: Agreed
     interface: str
@@ -23,17 +23,17 @@ class Planned:
 
 @frozen_record
 class Beat:
-    """The link is there: its agent misses it as the other machines do."""
+    """A heartbeat of the link. Without it, the agent counts the link as lost, as other machines do."""
 
 
 @frozen_record
 class Done:
-    """This machine's ranks are gone."""
+    """The agent's message that this machine's ranks are gone."""
 
 
 @frozen_record
 class AllGone:
-    """Every machine's ranks are gone."""
+    """The link's message that every machine's ranks are gone."""
 
 
 LinkHears = RankFailure | PartSays | Done

@@ -1,8 +1,8 @@
-"""Many streams on one connection: a machine's link carries all of its ranks' traffic with the store to the gate.
+"""Many streams on one connection, with which a link carries its ranks' traffic with the store to the gate.
 
-Each piece of a stream comes after its stream's number and its size; one without bytes ends the stream. Numbers count
-from 0 in the order in which the streams begin, and none is used twice. What is to be sent
-within one turn of the event loop goes out in one write.
+A piece of a stream is the stream's number, the piece's size, and its bytes; a piece without bytes ends the stream.
+Numbers count from 0 in the order in which the streams begin, and none is used twice. All pieces that are sent within
+one turn of the event loop go out in one write.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import AsyncIterator
 from mlaunch.machines.wire import control_protocol
 
 HEAD = struct.Struct("<QQ")  # stream, size
-LONGEST = 1 << 20  # bytes that a piece has at most, so that one side's memory is not what the other says
+LONGEST = 1 << 20  # bytes of a piece at most, so that neither side decides how much memory the other needs
 _READ = 1 << 18  # bytes at a time
 
 
 class Pieces:
-    """One connection, cut into pieces of streams."""
+    """One connection that carries pieces of streams."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -28,9 +28,9 @@ class Pieces:
         self._loop = asyncio.get_running_loop()
 
     def send(self, stream: int, data: bytes) -> None:
-        """Sends data, or without any the stream's end, before the loop's next turn."""
+        """Send data of a stream, or b"" to end it, in the event loop's next turn."""
         if not self._out:
-            # One write for all that a turn of the loop brings, and not a system call for each piece.
+            # One write for all pieces of a turn of the loop, instead of a system call for each.
             self._loop.call_soon(self._flush)
         for start in range(0, max(1, len(data)), LONGEST):
             piece = data[start : start + LONGEST]
@@ -42,17 +42,17 @@ class Pieces:
 
     @property
     def unsent(self) -> int:
-        """Bytes that wait for the other side to read."""
+        """How many bytes wait until the other side reads."""
         return self._writer.transport.get_write_buffer_size()
 
     async def drained(self) -> None:
         await self._writer.drain()
 
     async def received(self) -> AsyncIterator[tuple[int, bytes]]:
-        """Yields pieces until the connection ends. ConnectionError for what is none."""
+        """Yield each piece's stream and data until the connection ends. ConnectionError if a piece is too large."""
         data, at = b"", 0
         while more := await self._reader.read(_READ):
-            # Cut once for each read and not for each piece, which would copy the rest as often.
+            # Cut once for each read: a cut for each piece would copy the rest as often.
             data, at = data[at:] + more, 0
             while len(data) - at >= HEAD.size:
                 stream, size = HEAD.unpack_from(data, at)
