@@ -137,3 +137,27 @@ def test_the_table_is_read_and_words_are_found() -> None:
     pattern = pattern_of(["mend", "some 30"])
     assert [match.lastindex for match in pattern.finditer("recommend: takes Some\n1.5 ms; Mend")] == [2, 1]
     assert prose_of("A ``lest`` b::\n\n    anew\n\nc\n").split() == ["c"]
+
+
+CLAUSE = re.compile(r"(What|Who|Whose|Whoever|Whether|Tells|Says|Lets)\b")
+THIRD_PERSON = re.compile(r"(?!This\b|Its\b|As\b|Ranks\b|\w+ss\b)([A-Z][a-z]+s\b|Whether\b|What\b|Who\b)")
+
+
+def docstrings() -> Iterator[tuple[str, ast.AST, str]]:
+    """The place, the owner and the text of each docstring of the package."""
+    for path in (ROOT / "mlaunch").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                text = ast.get_docstring(node)
+                if text:
+                    yield f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}", node, text
+
+
+def test_docstrings_begin_as_english_ones_do() -> None:
+    """Functions in the imperative ("Return", "True if"), modules and classes with a noun."""
+    found = []
+    for place, node, text in docstrings():
+        begins_badly = CLAUSE if isinstance(node, ast.Module | ast.ClassDef) else THIRD_PERSON
+        if begins_badly.match(text):
+            found.append(f"{place}: {text.splitlines()[0]}")
+    assert found == [], INSTEAD
