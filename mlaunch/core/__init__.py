@@ -1,1 +1,1 @@
-"""What every launch has. It names no feature; ``mlaunch.features`` lists them."""
+"""The parts that every launch has. They name no feature; ``mlaunch.features`` lists them."""

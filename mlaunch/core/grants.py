@@ -1,7 +1,7 @@
-"""What the steps of a call wait for, and what an attempt may use once it need not wait any more.
+"""The conditions that the steps of a call wait for, and the resources that an attempt may then use.
 
 Steps are a generator that yields each ``Need`` and returns how they ended. ``interrupts.carry_out`` drives one in its
-thread; another loop may drive many in one.
+thread; another loop may drive many in one thread.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @frozen_record
 class Grant:
-    """What an attempt may use, once it need not wait any more.
+    """The resources that an attempt may use, once it need not wait any more.
 
     Attributes:
         options: The launch's, with what was chosen for it.
         environ: Its ranks'.
-        of_call: Variables in ``environ`` that only this call knows: a launch that was prepared learns them with it.
-        held: Descriptors that the launch's processes hold as long as they live: nobody else has what these stand for.
+        of_call: Variables in ``environ`` that only this call knows: a launch that was prepared gets them with it.
+        held: Descriptors that the launch's processes hold as long as they live, so that they keep what these stand for.
         give_back: Closes this process's copies of what is held.
         more: Others wait for the same.
     """
@@ -38,11 +38,11 @@ class Grant:
 
 @frozen_record
 class Need:
-    """What steps wait for: one of the descriptors, or the seconds; neither: somebody wakes them.
+    """A condition that steps wait for: one of the descriptors, or the seconds; neither: another process wakes them.
 
     Attributes:
         text: Who waits for what, for people: "train() waits for 2 of devices 0-7, after ...". In a thread that drives
-            many, the others go first: one that ends may say that this one is to be given up.
+            many, the others go first: one that ends may say that this one must be given up.
         row: What it is about to wait for, by name. Where one process has many calls that want the same, one at a time
             continues from here.
         firm: Meanwhile something happens that cannot be given up.

@@ -1,4 +1,4 @@
-"""Makes the parts of a launch's features, in each process, and holds them together."""
+"""The loader of features: it makes the parts of a launch's features, in each process, and holds them together."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def as_keyword(option: str, value: object) -> str:
 
 
 class CallerParts:
-    """Those of one call, by feature; to be held around its attempts.
+    """The caller's parts of one call, by feature; to be held around its attempts.
 
-    Not a context manager of contextlib's, which would set attributes of what passes through it.
+    Not a context manager of contextlib's, which would set attributes of exceptions that pass through it.
     """
 
     def __init__(self, options: object, spell: Spell = as_keyword, features: Sequence[Feature] | None = None) -> None:
@@ -70,12 +70,12 @@ class CallerParts:
             return stack.pop_all()
 
     def attach(self, tell: Callable[[str, object], None]) -> None:
-        """Take the way to the agent of an attempt that has begun; ``tell`` gets a feature's name and its word."""
+        """Take the way to the agent of an attempt that has begun; ``tell`` takes a feature's name and its word."""
         for name, part in self._parts.items():
             part.attach(functools.partial(tell, name))
 
     def acquire(self, grant: Grant, server: ForkServer, name: str) -> Generator[Need, None, Grant]:
-        """Wait for what an attempt needs, one part after the other; to be closed by whoever stops waiting."""
+        """Wait for what an attempt needs, one part after the other; a caller that stops waiting must close it."""
         for part in self._parts.values():
             try:
                 more = yield from part.acquire(grant, server, name)
@@ -101,14 +101,14 @@ class CallerParts:
             part.settled(ended, tell)
 
     def close(self) -> None:
-        """Give up what they hold, if not in a ``with`` block."""
-        with contextlib.ExitStack() as stack:  # all of them, whatever one raises
+        """Give up what the parts hold, for use without a ``with`` block."""
+        with contextlib.ExitStack() as stack:  # all of them, even if one raises
             for part in self._parts.values():
                 stack.callback(part.close)
 
 
 def adapted(options: Options) -> Options:
-    """Return the options of a call that waits, with what features that it asks for change of the others."""
+    """Return the options of a waiting call, with the changes that the features it asks for make to other options."""
     for feature in options.features:
         if "caller.adapt" in feature.hooks:
             options = room(feature.name, "caller", as_keyword(*_asked(feature, options))).adapt(options)
@@ -116,7 +116,7 @@ def adapted(options: Options) -> Options:
 
 
 def sections_of(options: Options, parts: CallerParts | None) -> Mapping[str, object]:
-    """Return what a launch's other processes get. ``parts``: None: nobody holds any around the call."""
+    """Return the sections for a launch's other processes. ``parts`` is None if nobody holds any around the call."""
     if parts is not None or not options.features:
         return {} if parts is None else parts.sections
     with CallerParts(options) as own:
@@ -124,7 +124,7 @@ def sections_of(options: Options, parts: CallerParts | None) -> Mapping[str, obj
 
 
 def handle_of(sections: Mapping[str, object], usual: type[LaunchHandle]) -> type[LaunchHandle]:
-    """Return the class of what drives a launch in its caller: a feature's, or the usual one."""
+    """Return the class that drives a launch in its caller: a feature's, or the usual one."""
     for feature in with_hook("caller.handle"):
         if feature.name in sections:
             usual = module_of(feature.name, "caller").handle(sections, usual)
@@ -132,7 +132,7 @@ def handle_of(sections: Mapping[str, object], usual: type[LaunchHandle]) -> type
 
 
 def _asked(feature: Feature, options: object) -> tuple[str, object]:
-    """Return the option that asks for a feature, with its value; its name, for one that each launch has."""
+    """Return the option that asks for a feature, with its value; for a feature of each launch, its name."""
     for name in feature.options:
         if getattr(options, name) != getattr(type(options), name, None):
             return name, getattr(options, name)
@@ -140,13 +140,13 @@ def _asked(feature: Feature, options: object) -> tuple[str, object]:
 
 
 def _with_part(sections: Mapping[str, object], process: str) -> Iterator[tuple[str, object]]:
-    """Yield the sections of which a process makes a part, with their features' names."""
+    """Yield the sections for which this process makes a part, with their features' names."""
     wanted = {feature.name for feature in with_hook(f"{process}.part")}
     return ((name, section) for name, section in sections.items() if name in wanted)
 
 
 def room(feature: str, process: str, asked: str) -> Any:
-    """Return a feature's module for a process. ``asked``: what was asked for, for the error where there is none."""
+    """Return a feature's module for a process. ``asked``: the request, for the error if there is no such module."""
     try:
         return module_of(feature, process)
     except ModuleNotFoundError as error:
@@ -172,12 +172,12 @@ def at_hand(feature: str, process: str) -> Any:
 
 
 def module_of(feature: str, process: str) -> Any:
-    """Return a feature's module for a process, where something of the feature is under way."""
+    """Return a feature's module for a process, while the feature is already in use."""
     return importlib.import_module(f"mlaunch.{feature}.{process}")
 
 
 def is_there_for(option: str) -> bool:
-    """True if the folder of the feature that has an option is there, or none has it."""
+    """True if the folder of the feature that has an option is there, or no feature has it."""
     return all(is_there(feature.name) for feature in FEATURES if option in feature.options)
 
 
@@ -191,13 +191,13 @@ def is_there(feature: str) -> bool:
 
 
 def turns_here() -> int:
-    """Return how often this rank's function has come by what features count."""
+    """Return how many steps this rank's function has made, as features count them."""
     found: list[Any] = [sys.modules.get(f"mlaunch.{feature.name}.rank") for feature in FEATURES]
     return sum(module.turns() for module in found if hasattr(module, "turns"))
 
 
 class RankParts:
-    """Those of one rank."""
+    """The features' parts of one rank."""
 
     def __init__(self, spec: LaunchSpec, local_rank: int, pipes: Mapping[int, int]) -> None:
         rank = spec.rank(local_rank)
@@ -215,7 +215,7 @@ class RankParts:
         return {name for part in self._parts for name in part.decides}
 
     def begin(self, spec: LaunchSpec, local_rank: int) -> LaunchSpec:
-        """Have all act; return the launch with the variables that they have for this rank."""
+        """Call ``begin`` of all parts; return the launch with the variables that they set for this rank."""
         usual = {name: value for part in self._parts for name, value in part.begin(spec, local_rank).items()}
         if not usual:
             return spec
@@ -240,7 +240,10 @@ class RankParts:
 
 
 class MachineParts:
-    """Those of a launch on one machine of an engine; to be held around it. ``spec``: with their sections in it."""
+    """The features' parts of a launch on one machine of an engine. ``spec``: the launch with their sections.
+
+    To be held around the launch.
+    """
 
     def __init__(self, spec: LaunchSpec) -> None:
         self._parts: dict[str, MachinePart] = {}
@@ -262,21 +265,24 @@ class MachineParts:
                 stack.callback(part.close)
 
     def last_words(self, spec: LaunchSpec) -> Iterator[tuple[str, object]]:
-        """Yield what goes to the caller's parts, with the feature's name. ``spec``: as all machines agreed on it."""
+        """Yield the last words to the caller's parts, with the feature's name.
+
+        ``spec``: as all machines agreed on it.
+        """
         for name, part in self._parts.items():
             for news in part.last_words(spec):
                 yield name, news
 
 
 def watchers_of(call: WatchedCall) -> list[Watcher]:
-    """Return what features look at a call with that takes longer than a moment."""
+    """Return the features' watchers of a call that takes longer than a moment."""
     rooms = [at_hand(feature.name, "caller") for feature in with_hook("caller.watch")]
     made = [room.watch(call) for room in rooms if room is not None]
     return [watcher for watcher in made if watcher is not None]
 
 
 def of_deadline(stacks: Sequence[RankStacks], returned: Collection[int]) -> tuple[list[str], list[int]]:
-    """Return what a feature says of ranks that a deadline has ended, and the ranks that hold up the others."""
+    """Return a feature's lines on ranks that a deadline has ended, and the ranks that hold up the others."""
     for feature in with_hook("caller.of_deadline"):
         module = at_hand(feature.name, "caller")
         if module is None:
@@ -287,7 +293,7 @@ def of_deadline(stacks: Sequence[RankStacks], returned: Collection[int]) -> tupl
 
 
 def at_breakpoint(who: str, pid: int) -> Callable[..., Any]:
-    """Return what ``breakpoint()`` calls in a rank, or in a child of it: Python's own hook where no feature has one."""
+    """Return the hook for ``breakpoint()`` in a rank or its child: a feature's, or else Python's own."""
     for feature in with_hook("rank.at_breakpoint"):
         with contextlib.suppress(ModuleNotFoundError):
             found: Callable[..., Any] = module_of(feature.name, "rank").at_breakpoint(who, pid)
@@ -296,16 +302,16 @@ def at_breakpoint(who: str, pid: int) -> Callable[..., Any]:
 
 
 def findings() -> Iterator[tuple[str, bool, str]]:
-    """Yield what features that are there say for ``mlaunch doctor``: the name, whether all is well, and a sentence."""
+    """Yield the findings of the features that are there for ``mlaunch doctor``: name, whether all is well, sentence."""
     for feature in with_hook("command.findings"):
         if (module := at_hand(feature.name, "command")) is not None:
             yield from ((feature.name, is_well, text) for is_well, text in module.findings())
 
 
 def server_at_hand(environ: Mapping[str, str], like: Interpreter) -> ForkServer | None:
-    """Return a fork server that some feature has; None: a fresh interpreter is to be started.
+    """Return the fork server of a feature; None if a new interpreter must be started.
 
-    ModuleNotFoundError: one is asked for by its variable, ``MLAUNCH_WARM``, and is not there; "0" is as good as none.
+    ModuleNotFoundError if ``MLAUNCH_WARM`` asks for a feature that is not there; the value "0" is as good as none.
     """
     for feature in with_hook("caller.server"):
         variable = f"MLAUNCH_{feature.name.upper()}"

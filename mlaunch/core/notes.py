@@ -1,4 +1,4 @@
-"""What a launch notes of news from a feature's part in its agent, as the feature's ``noted`` returns it."""
+"""The notes of a launch on news from a feature's part in its agent, as the feature's ``noted`` returns them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mlaunch.base.frozen_record import frozen_record
 
 @frozen_record
 class Noticed:
-    """What a feature has found out about a call that continues.
+    """A fact that a feature has found out about a call that continues.
 
     Attributes:
         kind: Of its event.
@@ -25,12 +25,12 @@ class Noticed:
 
 @frozen_record
 class Note:
-    """What to note.
+    """The content of a note.
 
     Attributes:
         words: For the user.
         facts: For the launch's report, by field.
-        holds: No limit of the launch counts from now on; False: they count on; None: as before.
+        holds: No limit of the launch counts from now on; False: they continue to count; None: as before.
         event: For ``events=``.
     """
 

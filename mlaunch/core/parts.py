@@ -11,18 +11,18 @@ A feature is a folder, ``mlaunch/profile``, with a file for each of these proces
     plugin.py   what pytest loads                       server.py   in a fork server
     wire.py     what these send each other
 
-``core/load.py`` imports a file where a launch has asked for the feature, and calls its ``part``. The caller's part has
-a ``section``, which the launch's spec carries to the processes that make a part of it (``Feature.hooks``). What no
-option asks for has no part: methods take its module from ``core/load.py`` (``cells``), users name it (``engines``), or
-its ``caller.py`` has ``server(environ, like)``, a fork server for this process or None (``warm``). A command of its own
-is added by ``add_command(commands)``, and ``rows(environ)`` are its lines in ``mlaunch ps``. Where ranks run something
+``core/load.py`` imports a file if a launch has asked for the feature, and calls its ``part``. The caller's part has a
+``section``, which the launch's spec carries to the processes that make a part of it (``Feature.hooks``). A feature that
+no option asks for has no part: methods take its module from ``core/load.py`` (``cells``), users name it (``engines``),
+or its ``caller.py`` has ``server(environ, like)``, a fork server for this process or None (``warm``). A command of its
+own is added by ``add_command(commands)``, and ``rows(environ)`` are its lines in ``mlaunch ps``. If ranks run something
 in place of a function, the spec has a ``Target``, whose feature has ``rank(args, target) -> Rank`` in ``rank.py``
 (``run``).
 
 While a call runs, the parts talk. The caller's ``tell`` reaches ``AgentPart.hear``; ``Scene.ask`` and ``Scene.tell``
 reach ``answer`` and ``hear`` of ``rank.py``, in the rank's control thread; ``Scene.say`` reaches ``noted``. The files
-are imported with the first word for them. ``turns`` returns how often the rank's function has come by what the feature
-counts: a larger number is progress, which ``stall=`` sees.
+are imported with the first word for them. ``turns`` returns how many steps the rank's function has made, as the feature
+counts them: a larger number is progress, which ``stall=`` sees.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ if TYPE_CHECKING:
 
 Spell = Callable[[str, object], str]  # an option and its value as the user gave them: "profile='a'", "--profile a"
 Tell = Callable[[str], None]  # shows the user a sentence
-TellLooker = Callable[[Mapping[str, Any]], None]  # gives who looks at a launch its status
+TellLooker = Callable[[Mapping[str, Any]], None]  # sends a process that looks at a launch its status
 
 
 class CallerPart:
     """A feature's part of one call, in the process that calls.
 
-    Made before the call's first attempt, which it refuses by an OSError or ValueError.
+    Made before the call's first attempt. It refuses the call by an OSError or ValueError.
     """
 
-    # What the call's other processes get, pickled; None: nothing. Signals that it has as ``signals`` are for this part,
-    # so ranks do not end by them.
+    # The section for the call's other processes, pickled; None: nothing. The signals in its ``signals`` are for this
+    # part, so ranks do not end by them.
     section: object = None
 
     @property
@@ -64,7 +64,7 @@ class CallerPart:
         return contextlib.nullcontext()
 
     def attach(self, tell: Callable[[object], None]) -> None:
-        """Take the way to this feature's part in the agent of an attempt that has begun. For signal handlers, too."""
+        """Take the way to this feature's part in the agent of an attempt that has begun. Also for signal handlers."""
 
     def acquire(self, grant: Grant, server: ForkServer, name: str) -> Generator[Need, None, Grant]:  # noqa: ARG002
         """Wait for what an attempt of ``name()`` needs; return what it may use. Closed, it gives up its place."""
@@ -72,13 +72,13 @@ class CallerPart:
         yield
 
     def planned(self, spec: LaunchSpec) -> None:
-        """Prepare for an attempt that is about to start. ``profile=`` has a ValueError for ranks that it lacks."""
+        """Prepare for an attempt that is about to start. ``profile=`` raises ValueError for ranks that do not exist."""
 
     def heard(self, news: object) -> None:
-        """Take what this feature's part on a machine of an engine has sent, in whatever thread hears that."""
+        """Take what this feature's part on a machine of an engine has sent, in the thread that receives it."""
 
     def noticed(self, word: object) -> None:
-        """Take what an attempt's agent says, a ``Noticed``, and at last an ``Ended``. ``events=`` tells of these."""
+        """Take a ``Noticed`` of an attempt's agent, and at last an ``Ended``. ``events=`` reports them."""
 
     def settled(self, ended: Ended, tell: Tell) -> None:
         """Act on how the last attempt ended, before the call returns. ``profile=`` writes its file."""
@@ -88,7 +88,7 @@ class CallerPart:
 
 
 class Watcher:
-    """A feature's look at a call that takes longer than a moment, in the process that has made it.
+    """A feature's watcher of a call that takes longer than a moment, in the process that has made the call.
 
     Made by ``watch(call)`` of its ``caller.py`` (the hook ``caller.watch``), which may return None. ``stall=`` has one.
     """
@@ -102,14 +102,14 @@ class Watcher:
 class RankPart:
     """A feature's part of one rank, made as the first thing in its process."""
 
-    place: str = ""  # where it has put the rank, for ``mlaunch ps`` and reports
-    pipes: Mapping[int, int]  # of the rank's streams that are neither stdout nor stderr, by number (``OutputPlan``)
-    decides: tuple[str, ...] = ()  # what of ``protocol/settings.py`` the rank does not take over from its caller
+    place: str = ""  # where it has placed the rank, for ``mlaunch ps`` and reports
+    pipes: Mapping[int, int]  # the rank's streams other than stdout and stderr, by number (``OutputPlan``)
+    decides: tuple[str, ...] = ()  # settings (``protocol/settings.py``) that the rank does not take from its caller
 
     def begin(self, spec: LaunchSpec, local_rank: int) -> Mapping[str, str]:  # noqa: ARG002 - others need them
         """Act before the rank has a thread, takes its surroundings or imports anything. ``numa=`` binds it.
 
-        Return environment variables for where the user has set none. What it raises is the rank's failure.
+        Return environment variables, used if the user has not set them. An exception here is the rank's failure.
         """
         return {}
 
@@ -132,23 +132,23 @@ class AgentPart:
 
     @property
     def looks_for_answers(self) -> bool:
-        """True if it has to hear soon of answers that ranks which stay send to their caller past the agent."""
+        """True if it must soon learn of answers that ranks which stay send to their caller past the agent."""
         return False
 
     def hear(self, word: object, call: int, *fds: int) -> None:
-        """Take what the caller's part has told about the call of this number, which may be over: see ``Scene.call``.
+        """Take a word from the caller's part about the call of this number, which may be over: see ``Scene.call``.
 
-        ``fds``: what came with it, which is closed afterwards.
+        ``fds``: the descriptors that came with it; they are closed afterwards.
         """
 
     def hear_machines(self, word: object) -> None:
-        """Take a word from where machines meet: see ``Scene.tell_machines``."""
+        """Take a word from the meeting of the machines: see ``Scene.tell_machines``."""
 
     def visited(self, pid: int) -> None:
-        """Do what a command of that process has asked for; it waits for the call's end. ``mlaunch stop`` does."""
+        """Do what the command in that process has asked for; it waits for the call's end. ``mlaunch stop`` does."""
 
     def asked(self, word: bytes, tell: TellLooker) -> None:
-        """Answer who looks at the launch, and has said one of ``Feature.words``; it waits. ``mlaunch why`` does."""
+        """Answer a process that has sent one of ``Feature.words``, and waits. ``mlaunch why`` does."""
 
     def welcome(self, visitor: socket.socket, word: str) -> None:  # noqa: ARG002
         """Take a process that has come with a word for this feature, and its connection. ``mlaunch debug`` does."""
@@ -163,7 +163,7 @@ class AgentPart:
         return {}
 
     def due(self) -> Sequence[float]:
-        """Return when ``take_steps`` is to be called though nothing has come, on the scene's clock."""
+        """Return when ``take_steps`` is due even if nothing has come, on the scene's clock."""
         return ()
 
     def take_steps(self) -> None:
@@ -179,7 +179,7 @@ class AgentPart:
 class MachinePart:
     """A feature's part of a launch on one machine of an engine.
 
-    Made before the launch starts there, which it refuses by an OSError.
+    Made before the launch starts there. It refuses the launch by an OSError.
 
     Attributes:
         section: What the ranks of this machine get in place of the caller's section.
@@ -189,7 +189,7 @@ class MachinePart:
         self.section = section
 
     def last_words(self, spec: LaunchSpec) -> Iterator[object]:  # noqa: ARG002 - others need it
-        """Yield what goes to the caller's part now that this machine's ranks have ended, at the stream's pace."""
+        """Yield the words for the caller's part now that this machine's ranks have ended, at the stream's pace."""
         yield from ()
 
     def close(self) -> None:

@@ -1,1 +1,1 @@
-"""What crosses process boundaries: records, channels, memory files, and how values and calls are pickled."""
+"""The data that crosses process boundaries: records, channels, memory files, and how values and calls are pickled."""

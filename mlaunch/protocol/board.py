@@ -1,8 +1,8 @@
-"""Memory that ranks, agent and launcher of one machine share: what each rank is doing, since when, and how far it is.
+"""Memory that the ranks, agent and launcher of one machine share: each rank's phase, since when, and its progress.
 
-A rank writes its own row and nobody else does, so there is no lock; the agent writes one field of it, which the rank
-only reads, and the launcher the head. It tells what a rank was doing that died without a word, and costs a rank nothing
-to keep.
+A rank writes its own row and nobody else does, so there is no lock. The exceptions: the agent writes one field of the
+row, which the rank only reads, and the launcher writes the head. The board shows what a rank was doing if it dies
+without a message, and costs the rank nothing to keep.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _APART_AT = 4
 _NAME_AT = 8
 _NAME_LIMIT = _HEAD - _NAME_AT  # bytes
 _STAMP = struct.Struct("=qqd")  # start, end, when
-# A reader that comes later than that many writes shows them in the order of their arrival, as without stamps.
+# A reader that is more than this many writes behind gets them in the order of their arrival, as without stamps.
 _STAMPS = 256  # of the latest writes
 _COUNT = struct.Struct("=q")
 _STREAM = _COUNT.size + _STAMPS * _STAMP.size
@@ -40,7 +40,7 @@ _RING_HEAD = struct.Struct("=Q")  # how many were written
 _ENTRY_NUMBER = struct.Struct("=Q")
 _ENTRY_LENGTH = struct.Struct("=H")
 _ENTRY = 512
-_RING = _RING_HEAD.size + REPORTS_KEPT * _ENTRY  # bytes; those that nobody writes to take no memory
+_RING = _RING_HEAD.size + REPORTS_KEPT * _ENTRY  # bytes; a ring that nobody writes to takes no memory
 _OF_RANK = _ROW + _CALL.size + _RING
 _TIMES = struct.Struct(f"={len(_PHASES)}d")  # when each phase began, in monotonic seconds; 0: not yet
 _TIMES_AT = 8
@@ -49,7 +49,7 @@ _ANSWERED = struct.Struct("=I")
 _ANSWERED_AT = _TIMES_AT + _TIMES.size
 _STOP = struct.Struct("=I")
 _STOP_AT = 4
-_LOOP = struct.Struct("=QqdqdH")  # number, done, when that was, total, start, length of the description
+_LOOP = struct.Struct("=QqdqdH")  # number, done, time of the latter, total, start, length of the description
 _DONE = struct.Struct("=qd")
 _DONE_AT = 8
 _LOOP_AT = 128
@@ -59,9 +59,10 @@ _TEXT_LIMIT = _IMPORT_AT - _TEXT_AT
 
 @frozen_record
 class Loop:
-    """How far a rank is in its latest ``mlaunch.progress``. ``number``: 0 = there was none. ``total``: -1 = unknown.
+    """The progress of a rank in its latest ``mlaunch.progress``.
 
-    ``start`` and ``at``, when it came to ``done``, are in monotonic seconds.
+    ``number``: 0 if there was none. ``total``: -1 if unknown. ``start`` and ``at``, the time at which it reached
+    ``done``, are in monotonic seconds.
     """
 
     number: int
@@ -73,7 +74,7 @@ class Loop:
 
 
 class Board:
-    """``board[local_rank]`` is the rank's phase; setting it notes the time."""
+    """The phases of the ranks: ``board[local_rank]`` is a rank's phase. Setting it notes the time."""
 
     def __init__(self, fd: int) -> None:
         """Take over the descriptor of a board."""
@@ -86,14 +87,14 @@ class Board:
 
     @classmethod
     def create(cls, ranks: int) -> Board:
-        """Make a new one."""
+        """Create a board."""
         fd = memory_file("board")
         os.ftruncate(fd, _HEAD + ranks * _OF_RANK)
         fix_size(fd)
         return cls(fd)
 
     def __setitem__(self, local_rank: int, phase: Phase) -> None:
-        index, row = _PHASES.index(phase), _HEAD + local_rank * _ROW  # written out, since it comes often
+        index, row = _PHASES.index(phase), _HEAD + local_rank * _ROW  # written out, because it runs often
         # The time before the phase: a reader in between finds the old phase, not a new one without its time.
         _TIME.pack_into(self._memory, row + _TIMES_AT + _TIME.size * index, time.monotonic())
         self._memory[row] = index
@@ -103,7 +104,7 @@ class Board:
 
     @property
     def call(self) -> int:
-        """The number of the latest call that the launcher has sent to ranks that stay by itself; 0: there is none."""
+        """Return the number of the latest call that the launcher itself has sent to ranks that stay; 0 if none."""
         number: int = _CALL.unpack_from(self._memory)[0]
         return number
 
@@ -113,7 +114,7 @@ class Board:
 
     @property
     def name(self) -> str:
-        """The name of the latest call that the launcher has sent to ranks that stay; "" before the first."""
+        """Return the name of the latest call that the launcher has sent to ranks that stay; "" before the first."""
         text, _, _ = self._memory[_NAME_AT:_HEAD].partition(b"\0")
         return text.decode(errors="ignore")
 
@@ -123,10 +124,10 @@ class Board:
 
     @property
     def apart(self) -> int:
-        """The number of the latest call after which a rank of this machine was in no process group; 0: there is none.
+        """Return the number of the latest call after which a rank here was in no process group; 0 if none.
 
-        Ranks write it before they answer, so all find the same as the next call begins: if a faster one has written of
-        that call itself, nothing was left of one before.
+        Ranks write it before they answer, so all of them find the same number when the next call begins. If a faster
+        rank has already written the number of that next call, the calls before it left every rank in its group.
         """
         number: int = _CALL.unpack_from(self._memory, _APART_AT)[0]
         return number
@@ -136,21 +137,21 @@ class Board:
         _CALL.pack_into(self._memory, _APART_AT, number)
 
     def note_import(self, local_rank: int, name: str) -> None:
-        """Note which module the rank imports now; "": none."""
+        """Note which module the rank is importing; "" for none."""
         start = _row(local_rank) + _IMPORT_AT
         self._memory[start : start + _IMPORT_LIMIT] = name.encode()[:_IMPORT_LIMIT].ljust(_IMPORT_LIMIT, b"\0")
 
     def note_imported(self, local_rank: int, package: str, seconds: float) -> None:
-        """Note which package its call has imported for longest, after the last import."""
+        """Note, after the last import, which package took the rank's call the longest to import."""
         self.note_import(local_rank, f"{package[: _IMPORT_LIMIT - 16]}={seconds:.1f}")
 
     def importing(self, local_rank: int) -> str:
-        """Return the module that the rank imports now; "" if there is none."""
+        """Return the module that the rank is importing; "" if none."""
         text = self._import_text(local_rank)
         return "" if "=" in text else text
 
     def imported(self, local_rank: int) -> tuple[str, str]:
-        """Return the package that its call has imported for longest, and seconds; both "" if none took long."""
+        """Return the package that took the rank's call longest to import, and seconds; both "" if none was slow."""
         package, _, seconds = self._import_text(local_rank).partition("=")
         return (package, seconds) if seconds else ("", "")
 
@@ -159,12 +160,12 @@ class Board:
         return self._memory[start : start + _IMPORT_LIMIT].partition(b"\0")[0].decode(errors="replace")
 
     def note_place(self, local_rank: int, text: str) -> None:
-        """Note where a feature has put the rank, for people."""
+        """Note where a feature has placed the rank, as text for people."""
         start = _row(local_rank) + _PLACE_AT
         self._memory[start : start + _PLACE_LIMIT] = text.encode()[:_PLACE_LIMIT].ljust(_PLACE_LIMIT, b"\0")
 
     def place(self, local_rank: int) -> str:
-        """Return that; "": nowhere."""
+        """Return where a feature has placed the rank; "" if nowhere."""
         start = _row(local_rank) + _PLACE_AT
         return self._memory[start : start + _PLACE_LIMIT].partition(b"\0")[0].decode(errors="replace")
 
@@ -173,47 +174,47 @@ class Board:
         _ANSWERED.pack_into(self._memory, _row(local_rank) + _ANSWERED_AT, number)
 
     def answered(self, local_rank: int) -> int:
-        """Return the number of the latest call for which it has; 0: there is none."""
+        """Return the number of the latest call for which the rank has noted an answer to the launcher; 0 if none."""
         number: int = _ANSWERED.unpack_from(self._memory, _row(local_rank) + _ANSWERED_AT)[0]
         return number
 
     def note_done(self, local_rank: int, number: int) -> None:
-        """Note that the rank is about to send its answer to this call, to whomever."""
+        """Note that the rank is about to send its answer to this call, to the launcher or to the agent."""
         _CALL.pack_into(self._memory, self._done_at + local_rank * _CALL.size, number)
 
     def all_done(self, number: int) -> bool:
         """True once every rank has noted this call.
 
-        Of the ranks that ask after ``note_done``, at least one hears so: between their note and their question each
-        makes a system call, which orders their writes.
+        At least one of the ranks that ask after ``note_done`` gets True: each makes a system call between its note and
+        its question, which orders their writes.
         """
         return self._memory[self._done_at : self._rings_at] == _CALL.pack(number) * self._ranks
 
     def stop(self, local_rank: int, number: int) -> None:
-        """Note that the rank is to end this call, if it has not begun it yet; written by the agent."""
+        """Note that the rank must end this call if it has not begun it yet. Only the agent writes this."""
         _STOP.pack_into(self._memory, _row(local_rank) + _STOP_AT, number)
 
     def stopped(self, local_rank: int) -> int:
-        """Return the number of the latest call that the rank is to end; 0: there is none."""
+        """Return the number of the latest call that the rank must end; 0 if none."""
         number: int = _STOP.unpack_from(self._memory, _row(local_rank) + _STOP_AT)[0]
         return number
 
     def times(self, local_rank: int) -> tuple[float, ...]:
-        """Return when each phase began, as ``in_order`` reads it."""
+        """Return when each phase began, for ``in_order``."""
         return _TIMES.unpack_from(self._memory, _row(local_rank) + _TIMES_AT)
 
     def all_times(self) -> list[bytes]:
-        """Return the same of all ranks, in order, to be read by ``read_times``."""
+        """Return the times of all ranks, in order, for ``read_times``."""
         starts = range(_HEAD + _TIMES_AT, self._done_at, _ROW)
         return [self._memory[start : start + _TIMES.size] for start in starts]
 
     def row(self, local_rank: int) -> bytes:
-        """Return what a rank's row says of its course, for a board on another machine."""
+        """Return the part of a rank's row that describes its course, for a board on another machine."""
         start = _row(local_rank)
         return self._memory[start : start + _STAMPS_AT]
 
     def take_row(self, local_rank: int, row: bytes, shift: float) -> None:
-        """Take a row over from a board on another machine, whose clock is ``shift`` seconds behind."""
+        """Copy a row from a board on another machine, whose clock is ``shift`` seconds behind."""
         times = [at and at + shift for at in _TIMES.unpack_from(row, _TIMES_AT)]
         number, done, at, total, start, length = _LOOP.unpack_from(row, _LOOP_AT)
         shifted = bytearray(row)
@@ -238,7 +239,7 @@ class Board:
         return Loop(number, done, at, total, start, text.decode(errors="replace"))
 
     def stamp(self, local_rank: int, stream: int, start: int, end: int) -> None:
-        """Note that bytes ``start`` to ``end`` of what a rank prints are about to be written. ``stream``: 1 or 2."""
+        """Note that a rank is about to print bytes ``start`` to ``end`` of a stream. ``stream``: 1 or 2."""
         base = _row(local_rank) + _STAMPS_AT + (stream - 1) * _STREAM
         (count,) = _COUNT.unpack_from(self._memory, base)
         place = base + _COUNT.size + count % _STAMPS * _STAMP.size
@@ -246,14 +247,14 @@ class Board:
         _COUNT.pack_into(self._memory, base, count + 1)
 
     def stamps(self, local_rank: int, stream: int) -> Iterator[tuple[int, int, float]]:
-        """Yield (start, end, when) of the latest writes that were noted, the latest first."""
+        """Yield (start, end, when) of the latest noted writes, the latest first."""
         base = _row(local_rank) + _STAMPS_AT + (stream - 1) * _STREAM
         (count,) = _COUNT.unpack_from(self._memory, base)
         for index in range(count - 1, max(count - _STAMPS, 0) - 1, -1):
             yield _STAMP.unpack_from(self._memory, base + _COUNT.size + index % _STAMPS * _STAMP.size)
 
     def ring(self, local_rank: int) -> ReportRing:
-        """Return where a rank's reports are."""
+        """Return the ring with a rank's reports."""
         return ReportRing(self._memory, self._rings_at + local_rank * _RING)
 
     def close(self) -> None:
@@ -262,10 +263,10 @@ class Board:
 
 
 class ReportRing:
-    """What a rank reports (``mlaunch.report``): a ring at a place of some memory, so nobody waits for its reader.
+    """The reports of a rank (``mlaunch.report``): a ring in shared memory, so that nobody waits for its reader.
 
-    The rank alone writes. A reader that is too slow misses the oldest, and knows how many. An entry has its number,
-    which is written last, and is void while the entry is being written.
+    Only the rank writes. A reader that is too slow misses the oldest entries, and knows how many. Each entry has a
+    number. It is written last, and is void while the entry is being written.
     """
 
     def __init__(self, memory: mmap.mmap, start: int) -> None:
@@ -275,7 +276,7 @@ class ReportRing:
         """Add an entry of ``REPORT_LIMIT`` bytes at most."""
         count = self.count()
         place = self._place(count)
-        # Void while it is written: a reader that finds another number than it came for leaves the entry out.
+        # Void while it is written: a reader that finds another number than it expects leaves the entry out.
         _ENTRY_NUMBER.pack_into(self._memory, place, 0)
         begin = place + _ENTRY_NUMBER.size + _ENTRY_LENGTH.size
         self._memory[begin : begin + len(data)] = data
@@ -284,23 +285,23 @@ class ReportRing:
         _RING_HEAD.pack_into(self._memory, self._start, count + 1)
 
     def read(self, since: int) -> tuple[list[bytes], int]:
-        """Return the entries that are left of those after the first ``since``, and how many there have been."""
+        """Return the remaining entries after the first ``since``, and how many have been written in total."""
         count = self.count()
         found = (self._entry(number) for number in range(max(since, count - REPORTS_KEPT), count))
         return [data for data in found if data is not None], count
 
     def _entry(self, number: int) -> bytes | None:
-        """Return an entry; None if another was written over it meanwhile."""
+        """Return an entry; None if another one was written over it in the meantime."""
         place = self._place(number)
         begin = place + _ENTRY_NUMBER.size + _ENTRY_LENGTH.size
         (length,) = _ENTRY_LENGTH.unpack_from(self._memory, place + _ENTRY_NUMBER.size)
         data = self._memory[begin : begin + min(length, REPORT_LIMIT)]
-        # Read after the content, so that a writer which has come round meanwhile is noticed.
+        # Read after the content, to notice a writer that has come round in the meantime.
         (written,) = _ENTRY_NUMBER.unpack_from(self._memory, place)
         return data if written == number + 1 else None
 
     def count(self) -> int:
-        """Return how many entries were written."""
+        """Return how many entries have been written."""
         count: int = _RING_HEAD.unpack_from(self._memory, self._start)[0]
         return count
 
@@ -309,16 +310,16 @@ class ReportRing:
 
 
 def read_times(row: bytes) -> tuple[float, ...]:
-    """Return a rank's times as ``in_order`` reads them."""
+    """Return a rank's times, for ``in_order``."""
     return _TIMES.unpack(row)
 
 
 def in_order(times: Sequence[float], since: float = 0.0) -> list[tuple[float, Phase]]:
-    """Return when the phases began that a rank has come to since then, in their order."""
+    """Return when a rank reached each of its phases, from ``since`` on, in order."""
     found = [(at, index) for index, at in enumerate(times) if at and at >= since]
     return [(at, _PHASES[index]) for at, index in sorted(found)]
 
 
 def _row(local_rank: int) -> int:
-    """Return where a rank's row begins."""
+    """Return the offset of a rank's row."""
     return _HEAD + local_rank * _ROW

@@ -1,4 +1,4 @@
-"""How a function travels: by reference if the rank can import it, by value otherwise."""
+"""How a function is sent: by reference if the rank can import it, by value otherwise."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mlaunch.protocol.importable import is_importable
 
 @frozen_record
 class Reference:
-    """A function as module, qualified name, and how many ``__wrapped__`` lie above it (decorators, the launcher)."""
+    """A function as module, qualified name and number of ``__wrapped__`` layers (decorators, the launcher)."""
 
     module: str
     qualname: str
@@ -27,9 +27,12 @@ class Reference:
 
 @frozen_record
 class Call:
-    """What a rank runs. ``freed``: numbers of held values that a rank which stays is to let go of before;
-    ``held``: the number under which it is to hold what the function returns; ``seed``: for this call. ``name``: what
-    messages call it ("": after the function); it does not travel."""
+    """A call, as a rank receives it.
+
+    ``freed``: numbers of held values that a rank which stays must release first. ``held``: the number under which the
+    rank must hold the function's result. ``seed``: of this call. ``name``: for messages, "" to use the function's name;
+    it is not sent.
+    """
 
     function: Reference | Callable[..., Any]
     args: tuple[Any, ...]
@@ -41,16 +44,16 @@ class Call:
 
 
 def to_plain(call: Call) -> tuple[object, ...]:
-    """Return the same in types that pickle knows by itself, which is faster."""
+    """Return the call in types that pickle knows by itself, which is faster."""
     function: object = call.function
     if isinstance(function, Reference):
         function = (function.module, function.qualname, function.depth)
-    # pickle would look the class up by its name in each rank, for every short call.
+    # pickle would look up the class by its name in each rank, for every short call.
     return function, call.args, call.kwargs, call.freed, call.held, call.seed
 
 
 def from_plain(fields: tuple[Any, ...]) -> Call:
-    """Return the call that was made plain."""
+    """Return the call that ``to_plain`` made plain."""
     function, *rest = fields
     return Call(Reference(*function) if type(function) is tuple else function, *rest)
 
@@ -58,9 +61,9 @@ def from_plain(fields: tuple[Any, ...]) -> Call:
 def portable(function: Reference | Callable[..., Any]) -> Reference | Callable[..., Any]:
     """Return ``function`` as it should be pickled.
 
-    pickle refuses a function whose name in its module leads to another object, as every decorated one's does, and
-    cloudpickle would then ship a copy of it that no longer shares its module's globals. So an importable function
-    goes by name, and the rank unwraps what it finds there.
+    pickle refuses a function if its name in its module leads to another object, as for every decorated function.
+    cloudpickle would then send a copy that no longer shares its module's globals. So an importable function is sent by
+    name, and the rank unwraps what it finds under that name.
     """
     module = getattr(function, "__module__", None)
     qualname = getattr(function, "__qualname__", None)
@@ -81,7 +84,7 @@ def _importable(module: str) -> bool:
         module not in {"__main__", "__mp_main__"}
         and getattr(loaded, "__spec__", None) is not None
         and is_importable(module)
-        # A user who registers a package with cloudpickle wants its functions to go by value, decorated or not.
+        # If users register a package with cloudpickle, they want its functions by value, decorated or not.
         and not any(module == name or module.startswith(name + ".") for name in by_value)
     )
 
@@ -89,7 +92,7 @@ def _importable(module: str) -> bool:
 def _look_up(module: str, qualname: str) -> Any:
     found: Any = sys.modules[module]
     for name in qualname.split("."):
-        # Statically, since asking a class for a launcher in the usual way gives one bound to nothing.
+        # Statically: the usual getattr on a class returns a launcher that is bound to nothing.
         found = vars(found).get(name) if type(found) is types.ModuleType else inspect.getattr_static(found, name, None)
         if found is None:
             return None
@@ -97,7 +100,7 @@ def _look_up(module: str, qualname: str) -> Any:
 
 
 def resolve(function: Reference | Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function, in the rank. Raises ImportError or AttributeError as the import of its module does."""
+    """Return the function, in the rank. Raises the ImportError or AttributeError of importing its module."""
     if not isinstance(function, Reference):
         return function
     if function.module not in sys.modules:

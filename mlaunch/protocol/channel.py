@@ -14,10 +14,10 @@ from typing import Generic, NoReturn, TypeVar
 from mlaunch.base import linux
 
 Incoming = TypeVar("Incoming")  # the records that come from the other end: see messages.py
-Outgoing = TypeVar("Outgoing", contravariant=True)  # those that it takes
+Outgoing = TypeVar("Outgoing", contravariant=True)  # the records that the other end takes
 
-RECORD_LIMIT = 65_536  # bytes: a record is small by design, and what can grow travels in a memfd beside it
-TEXT_LIMIT = 32_768  # bytes of UTF-8 that a text in a record may have, so that the record keeps within its limit
+RECORD_LIMIT = 65_536  # bytes: a record is small by design, and what can grow goes in a memfd beside it
+TEXT_LIMIT = 32_768  # bytes of UTF-8 that a text in a record may have, so that the record stays below its limit
 FD_LIMIT = 8  # descriptors beside a record
 _NOT_OURS = "other code in this process has closed the channel's descriptor"
 _ROOM = socket.CMSG_LEN(FD_LIMIT * array.array("i").itemsize)
@@ -25,9 +25,9 @@ _CLOSE_ON_EXEC, _LESS_CAME, _FDS_LACK = map(int, (socket.MSG_CMSG_CLOEXEC, socke
 
 
 def get_to_know(kinds: Iterable[object]) -> None:
-    """Make pickle note the slots of each class of records among ``kinds``, as it does at the first record.
+    """Make pickle cache the slots of each record class among ``kinds``, as it would at the first record.
 
-    That changes the class, for which a process that was just forked takes a quarter of a millisecond.
+    The cache changes the class, which takes a newly forked process a quarter of a millisecond.
     """
     for kind in kinds:
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
@@ -35,12 +35,15 @@ def get_to_know(kinds: Iterable[object]) -> None:
 
 
 def assert_never(record: NoReturn) -> NoReturn:
-    """Have a type checker find a kind of record that a receiver forgets. (In ``typing`` from Python 3.11 on.)"""
+    """Make a type checker report a kind of record that a receiver does not handle.
+
+    ``typing`` has it from Python 3.11 on.
+    """
     raise AssertionError(f"no receiver takes this record: {record!r}")
 
 
 def pickled(record: object) -> bytes:
-    """Return a record as it is sent. ValueError: it is larger than a receiver can take, which would cut it."""
+    """Return a record as it is sent. ValueError if a receiver could not take it whole."""
     data = pickle.dumps(record)
     if len(data) > RECORD_LIMIT:
         kind = type(record).__name__
@@ -49,7 +52,7 @@ def pickled(record: object) -> bytes:
 
 
 class Channel(Generic[Incoming, Outgoing]):
-    """One end. SOCK_SEQPACKET keeps records whole, so a reader never sees half of one."""
+    """One end of a socket pair. SOCK_SEQPACKET keeps records whole, so a reader never sees half of one."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
@@ -70,15 +73,15 @@ class Channel(Generic[Incoming, Outgoing]):
         return self._socket.fileno()
 
     def intact(self) -> bool:
-        """True if the descriptor is still this channel's: others may have closed it and opened a file."""
+        """True if the descriptor is still this channel's. Other code may have closed it and opened a file."""
         return linux.identity(self._socket.fileno()) == self._identity
 
     def send(self, record: Outgoing, fds: Sequence[int] = ()) -> None:
         """Send a record, and duplicates of file descriptors.
 
         Raises:
-            BrokenPipeError, ConnectionResetError: The other end is gone, or this one is somebody else's by now.
-            ValueError: The record is larger than a receiver can take, which would cut it.
+            BrokenPipeError, ConnectionResetError: The other end is gone, or this end now belongs to other code.
+            ValueError: The record is too large for a receiver to take it whole.
         """
         data = pickled(record)
         if not self.intact():
@@ -86,13 +89,16 @@ class Channel(Generic[Incoming, Outgoing]):
         socket.send_fds(self._socket, [data], fds)
 
     def try_send(self, record: Outgoing, fds: Sequence[int] = ()) -> None:
-        """Send as ``send`` does, but a lost listener is no error."""
+        """Send as ``send`` does, but ignore that the other end is gone."""
         data = pickled(record)
         if self.intact():
             self.try_send_pickled(data, fds)
 
     def try_send_pickled(self, record: bytes, fds: Sequence[int] = ()) -> None:
-        """Send what ``pickled`` has made of a record, which several channels may get."""
+        """Send a record that ``pickled`` has made, for one record to several channels.
+
+        Ignore that the other end is gone.
+        """
         try:
             if fds:
                 socket.send_fds(self._socket, [record], fds)
@@ -102,11 +108,11 @@ class Channel(Generic[Incoming, Outgoing]):
             return
 
     def receive(self) -> tuple[Incoming, list[int]]:
-        """Return the next record and its file descriptors, which the receiver owns.
+        """Return the next record and its file descriptors, which the receiver then owns.
 
         Raises:
-            EOFError: The other end is gone, or this one is somebody else's by now: nothing of theirs is unpickled.
-            OSError: What came was cut: EMFILE if file descriptors are lacking, EMSGSIZE if the record was too large.
+            EOFError: The other end is gone, or this end now belongs to other code, whose data is not unpickled.
+            OSError: The record was cut: EMFILE if file descriptors are lacking, EMSGSIZE if the record was too large.
         """
         if not self.intact():
             raise EOFError(_NOT_OURS)
@@ -116,7 +122,7 @@ class Channel(Generic[Incoming, Outgoing]):
             data, fds, flags = self._take()
         if not data:
             raise EOFError("the other end of the channel is closed")
-        # The kernel drops without an error what finds no room, a record's end or descriptors.
+        # If there is no room for a record's end or its descriptors, the kernel drops them without an error.
         if flags & (_LESS_CAME | _FDS_LACK):
             for fd in fds:
                 os.close(fd)
@@ -126,14 +132,14 @@ class Channel(Generic[Incoming, Outgoing]):
         return pickle.loads(data), fds
 
     def hear(self) -> tuple[Incoming | None, list[int]]:
-        """Do the same; None once nothing more comes."""
+        """Return what ``receive`` does; None as the record once nothing more comes."""
         try:
             return self.receive()
         except EOFError:
             return None, []
 
     def _take(self) -> tuple[bytes, list[int], int]:
-        """Do what ``socket.recv_fds`` does, which forgets the flags that it is given."""
+        """Do what ``socket.recv_fds`` does, but pass the flags on, which it ignores."""
         data, beside, flags, _ = self._socket.recvmsg(RECORD_LIMIT, _ROOM, _CLOSE_ON_EXEC)
         if not beside:
             return data, [], flags
@@ -144,7 +150,7 @@ class Channel(Generic[Incoming, Outgoing]):
         return data, fds.tolist(), flags
 
     def peek(self) -> Incoming:
-        """Return the next record, without descriptors, and leaves it there. EOFError as ``receive``."""
+        """Return the next record without its descriptors, and leave it in the socket. EOFError as for ``receive``."""
         if not self.intact():
             raise EOFError(_NOT_OURS)
         data = self._socket.recv(RECORD_LIMIT, socket.MSG_PEEK)
@@ -154,8 +160,8 @@ class Channel(Generic[Incoming, Outgoing]):
         return record
 
     def close(self) -> None:
-        """Close the descriptor, unless it has become somebody else's."""
+        """Close the descriptor, unless it now belongs to other code."""
         if self._socket.fileno() >= 0 and not self.intact():
-            # Not closed: the number is that of somebody else's file.
+            # Not closed: the number now belongs to a file of other code.
             self._socket.detach()
         self._socket.close()

@@ -1,6 +1,7 @@
-"""The files in which torch's ``record`` decorator notes why a process failed (``TORCHELASTIC_ERROR_FILE``).
+"""The files in which torch's ``record`` decorator writes why a process failed (``TORCHELASTIC_ERROR_FILE``).
 
-They tell what a rank that is no Python script of ours could not: the exception in a program that it became or started.
+They tell what a rank that does not run a Python script of mlaunch's cannot: the exception in a program that it became
+or started.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _READ = 1 << 20  # bytes: nobody reads a longer traceback
 
 
 def path_of(spec: LaunchSpec, local_rank: int) -> str:
-    """Return the file of one rank; "" where the launch has none."""
+    """Return the path of one rank's error file; "" if the launch has none."""
     if spec.target is None:
         return ""
     return os.path.join(spec.target.error_dir, f"attempt_{spec.restarts.count}", str(local_rank), "error.json")
@@ -31,11 +32,14 @@ def path_of(spec: LaunchSpec, local_rank: int) -> str:
 
 @contextlib.contextmanager
 def with_directory(spec: LaunchSpec) -> Iterator[LaunchSpec]:
-    """Make, in the agent, which outlives a killed command, a directory for these files, if the command names none."""
+    """Make a directory for error files if the command names none.
+
+    Runs in the agent, which outlives a killed command.
+    """
     if spec.target is None or spec.target.error_dir:
         yield spec
         return
-    # No TemporaryDirectory: each rank, forked in here, would remove it in its exit handlers.
+    # No TemporaryDirectory: each rank forked in here would remove it in its exit handlers.
     path = _own_directory(spec)
     os.mkdir(path, 0o700)
     try:
@@ -45,12 +49,12 @@ def with_directory(spec: LaunchSpec) -> Iterator[LaunchSpec]:
 
 
 def directory_of(spec: LaunchSpec) -> str:
-    """Return the directory that an agent makes for them; "" if it makes none."""
+    """Return the directory that an agent makes for error files; "" if it makes none."""
     return _own_directory(spec) if spec.target is not None and not spec.target.error_dir else ""
 
 
 def remove_directory(spec: LaunchSpec) -> None:
-    """Remove what an agent has left that was killed; called by its launcher."""
+    """Remove the directory of an agent that was killed. Called by its launcher."""
     if directory := directory_of(spec):
         own_files.remove_directory(directory)
 
@@ -61,17 +65,17 @@ def _own_directory(spec: LaunchSpec) -> str:
 
 def copy_into(path: str, crash_fd: int) -> None:
     """Copy the rank's error file into its crash memfd if faulthandler wrote nothing there."""
-    # Stacks of a crash are nearer to the cause: an error file may be of an earlier failure that the program has
+    # Stacks of a crash are nearer to the cause: an error file may be about an earlier failure that the program has
     # survived.
     if not path or os.fstat(crash_fd).st_size:
         return
-    # What stands there is the rank's to say, and the agent waits for nobody: not for who writes to a FIFO.
+    # The rank decides what this path is, and the agent must not wait, for example for the writer of a FIFO.
     with contextlib.suppress(OSError), open(own_files.open_file(path, os.O_RDONLY), "rb") as file:
         os.write(crash_fd, file.read(_READ))
 
 
 def parse(text: str) -> dict[str, Any] | None:
-    """Read what an error file holds; None if that is no record."""
+    """Return the record in an error file; None if its text is not a record."""
     try:
         record = json.loads(text)
         return record if isinstance(record, dict) and traceback_of(record) is not None else None
@@ -80,7 +84,7 @@ def parse(text: str) -> dict[str, Any] | None:
 
 
 def traceback_of(record: Mapping[str, Any]) -> str | None:
-    """Return a record's traceback, or its message where it has none; None if it has neither."""
+    """Return a record's traceback, or else its message; None if it has neither."""
     message = record.get("message")
     try:
         return str(message if isinstance(message, str) else message["extraInfo"]["py_callstack"])  # type: ignore[index]
@@ -89,13 +93,16 @@ def traceback_of(record: Mapping[str, Any]) -> str | None:
 
 
 def new_record(message: str, traceback: str) -> dict[str, Any]:
-    """Make a record as torch's ``record`` decorator would."""
+    """Return a record as torch's ``record`` decorator would make it."""
     extra = {"py_callstack": traceback, "timestamp": str(int(time.time()))}
     return {"message": {"message": message, "extraInfo": extra}}
 
 
 def write(path: str, record: Mapping[str, Any], exitcode: int | None) -> None:
-    """Write a rank's record for who started this launch, with its exit code as torchrun does. May raise OSError."""
+    """Write a rank's record for the launcher that started this launch, with its exit code as torchrun does.
+
+    May raise OSError.
+    """
     message = record["message"]
     if exitcode and isinstance(message, dict):
         record = {**record, "message": {**message, "errorCode": exitcode}}
@@ -106,9 +113,9 @@ def write(path: str, record: Mapping[str, Any], exitcode: int | None) -> None:
 
 
 def pass_on(text: str, code: int, error: LaunchError | None = None) -> None:
-    """Write what a failed rank wrote, or else ``text``, for the launcher that has started this one and asked.
+    """Write the record of a failed rank, or else ``text``, for the launcher that started this one and asked for it.
 
-    ``code``: an exit code; minus a signal's number. OSError: it cannot be written.
+    ``code``: an exit code, or minus a signal's number. OSError if the file cannot be written.
     """
     path = os.environ.get(VARIABLE)
     if not path:
@@ -117,6 +124,6 @@ def pass_on(text: str, code: int, error: LaunchError | None = None) -> None:
     if error is not None and error.failures:
         cause = error.failures[0]
         code = code if cause.exitcode is None else cause.exitcode
-        where = "" if cause.late else cause.traceback  # of a stack that was asked for, the text says more
+        where = "" if cause.late else cause.traceback  # if the stack was asked for, the text says more
         known = error.recorded or new_record(text.partition("\n")[0], where or text)
     write(path, known, code)

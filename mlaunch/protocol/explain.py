@@ -1,4 +1,4 @@
-"""Which part of a value cannot be pickled, what to send instead, and whether an exception survives pickling."""
+"""Explanations of what in a value cannot be pickled and what to send instead; exceptions that survive pickling."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from mlaunch.protocol.pickling import pickle_by_name
 
 _RUNNING = (types.GeneratorType, types.AsyncGeneratorType)
 _HERE_ALONE = (*_RUNNING, types.CoroutineType, io.IOBase, socket.socket)
-_DEPTH = 12  # levels; deeper than any message stays readable
-_WIDTH = 10_000  # children looked at per level
+_DEPTH = 12  # levels; no message stays readable beyond
+_WIDTH = 10_000  # children checked per level
 _PICKLERS = frozenset({"mlaunch", "cloudpickle", "pickle", "copyreg", "torch", "numpy"})  # whose frames tell nothing
 
 
 def unpicklable(value: object, name: str) -> str:
-    """Return what in ``value`` cannot be pickled, for people: "value['model'].lock is a _thread.lock".
+    """Return a sentence about what in ``value`` cannot be pickled: "value['model'].lock is a _thread.lock".
 
-    What a function brings along: "train() uses the global 'loss', which uses the global 'lock', a _thread.lock".
+    For what a function refers to: "train() uses the global 'loss', which uses the global 'lock', a _thread.lock".
     """
     return culprit(value, name)[0]
 
 
 def culprit(value: object, name: str) -> tuple[str, object]:
-    """Return the name and the part of a value that cannot be pickled."""
+    """Return the part of a value that cannot be pickled, with its name first."""
     seen = {id(value)}
     users: list[str] = []  # functions on the way
     for _ in range(_DEPTH):
-        if _refuses(value):  # its parts would tell nothing
+        if _refuses(value):  # its parts would explain nothing
             break
         parts: list[tuple[str, object, list[str]]] = [(path, child, []) for path, child in _children(value, name)]
         parts += [(path, child, [name]) for path, child in _used(value)]
@@ -44,7 +44,7 @@ def culprit(value: object, name: str) -> tuple[str, object]:
             break
         name, value, user = found
         users += user
-        # Values may hold themselves.
+        # Values may contain themselves.
         seen.add(id(value))
     if not users:
         return f"{name} is a {type_name(value)}", value
@@ -53,17 +53,17 @@ def culprit(value: object, name: str) -> tuple[str, object]:
 
 
 def type_name(value: object) -> str:
-    """Return the name of its type as tracebacks give it."""
+    """Return the name of the value's type as tracebacks show it."""
     kind = type(value)
-    if kind.__module__.startswith("mlaunch."):  # where it is there is of no interest
+    if kind.__module__.startswith("mlaunch."):  # nobody needs to know where it is defined there
         return f"mlaunch.{kind.__qualname__}"
     module = "" if kind.__module__ in {"builtins", "__main__"} else f"{kind.__module__}."
     return module + kind.__qualname__
 
 
 def _refuses(value: object) -> bool:
-    """True if it is the object itself that cannot be pickled, by what its class says."""
-    if isinstance(value, type | types.FunctionType | types.ModuleType):  # which pickle asks nothing
+    """True if the object itself cannot be pickled, according to its class."""
+    if isinstance(value, type | types.FunctionType | types.ModuleType):  # which pickle does not ask
         return False
     try:
         value.__reduce_ex__(5)
@@ -81,7 +81,7 @@ def picklable(value: object) -> bool:
 
 
 def below_the_pickler(error: Exception) -> Exception | None:
-    """Return the exception with the frames that a user's ``__reduce__`` or ``__getstate__`` made; None without any."""
+    """Return the exception with the frames of a user's ``__reduce__`` or ``__getstate__`` only; None if none."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] in _PICKLERS:
         trace = trace.tb_next
@@ -102,13 +102,13 @@ def _children(value: object, name: str) -> Iterator[tuple[str, object]]:
 
 
 def _used(value: object) -> list[tuple[str, object]]:
-    """Return what a function uses, by name."""
+    """Return what a function uses, as (name, value)."""
     code, cells = getattr(value, "__code__", None), getattr(value, "__closure__", None)
     pairs: list[tuple[str, object]] = []
     for variable, cell in zip(getattr(code, "co_freevars", ()), cells or (), strict=False):
         try:
             pairs.append((f"the variable {variable!r}", cell.cell_contents))
-        except ValueError:  # the cell is empty yet
+        except ValueError:  # the cell is still empty
             continue
     module = getattr(value, "__globals__", {})
     used = [key for key in getattr(code, "co_names", ()) if key in module]
@@ -116,23 +116,23 @@ def _used(value: object) -> list[tuple[str, object]]:
 
 
 def pickle_exception(error: BaseException) -> bytes | None:
-    """Return the exception as bytes that are known to unpickle to its type, or None.
+    """Return the exception as bytes that unpickle to its type for certain, or None.
 
-    Many exceptions do not survive pickle's own way, which calls the class with ``args``: those whose ``__init__``
-    takes something else, or makes another text of them. They, and those with attributes that cannot be pickled, are
-    rebuilt without ``__init__``.
+    Many exceptions do not survive pickle's own way, which calls the class with ``args``: their ``__init__`` takes other
+    arguments, or changes the text. These, and exceptions with attributes that cannot be pickled, are rebuilt without
+    ``__init__``.
     """
     _, pickled = _best(error)
     return pickled
 
 
 def _best(error: BaseException) -> tuple[_Likeness, bytes | None]:
-    """Return the way that keeps most of it."""
+    """Return the pickled form that keeps most of the exception."""
     best: tuple[_Likeness, bytes | None] = _Likeness.NONE, None
     # The class's own way first: it knows best what its exceptions need.
     for candidate in (error, _Rebuilt(error)):
-        # Tried here, in the rank: one that does not unpickle in the caller would hide the failure that it was to
-        # tell.
+        # Tried here, in the rank: an exception that does not unpickle in the caller would hide the failure that it
+        # reports.
         likeness, pickled = _round_trip(candidate, error)
         if likeness > best[0]:
             best = likeness, pickled
@@ -175,15 +175,15 @@ def _text(error: object) -> str | None:
 
 
 def _content(error: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return args and attributes, without what raising it sets."""
+    """Return args and attributes, without those that raising the exception sets."""
     attributes = {**_members(error), **error.__dict__}
     return error.args, {key: value for key, value in attributes.items() if key != "__suppress_context__"}
 
 
 def _same(one: tuple[tuple[Any, ...], dict[str, Any]], other: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
-    """Compare by what is pickled, since objects need not know when they are equal, and tensors say so for each item.
+    """Compare pickled forms: many objects have no useful equality, and tensors compare item by item.
 
-    What is equal but pickled otherwise (a set in another order) is taken for different, which does no harm.
+    Equal values that pickle differently (a set in another order) count as different, which does no harm.
     """
     args, attributes = one
     if payload.PLAIN.issuperset(map(type, (*args, *attributes.values()))):
@@ -201,7 +201,7 @@ def _dumps(value: object) -> bytes:
 
 
 class _Rebuilt:
-    """Pickles as the exception it holds: type, args, and those attributes that can be pickled."""
+    """A stand-in that pickles as the exception it holds: type, args and those attributes that can be pickled."""
 
     def __init__(self, error: BaseException) -> None:
         self._error = error
@@ -215,8 +215,8 @@ class _Rebuilt:
 
 
 def _members(error: BaseException) -> dict[str, Any]:
-    """Return what exceptions keep outside of ``__dict__``: errno, filename, name, path, and what has slots."""
-    # A group's are what its args hold already.
+    """Return what exceptions keep outside ``__dict__``: errno, filename, name, path, and the values of slots."""
+    # The members of a group are in its args already.
     groups = ("BaseExceptionGroup", "ExceptionGroup")
     kinds = [kind for kind in type(error).__mro__ if kind.__module__ != "builtins" or kind.__name__ not in groups]
     names = [key for kind in kinds for key, value in vars(kind).items() if inspect.ismemberdescriptor(value)]
@@ -224,7 +224,7 @@ def _members(error: BaseException) -> dict[str, Any]:
 
 
 def _portable(arg: object) -> object:
-    """Return an argument of an exception, or what can stand for it: a group holds the exceptions it is made of."""
+    """Return an argument of an exception, or a substitute that can be pickled; so for each exception of a group."""
     if isinstance(arg, BaseException):
         return arg if _round_trip(arg, arg)[0] is _Likeness.WHOLE else _Rebuilt(arg)
     if isinstance(arg, list | tuple) and any(isinstance(member, BaseException) for member in arg):
@@ -233,7 +233,8 @@ def _portable(arg: object) -> object:
 
 
 def _rebuild(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
-    # The class's own __new__, __init__ and __setattr__ (a frozen dataclass's refuses) may want what we do not have.
+    # The class's own __new__, __init__ and __setattr__ (a frozen dataclass's refuses) may need arguments that are
+    # unknown here.
     builtin = next(base for base in kind.__mro__ if base.__module__ == "builtins")
     error: BaseException = builtin.__new__(kind, *args)
     for name, value in {**state, "args": args}.items():
@@ -243,7 +244,7 @@ def _rebuild(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, 
 
 
 def instead_to_pass(culprit: object) -> str:
-    """Return what to pass to ranks instead, as the end of a message; "" if that is not known."""
+    """Return the end of a message about what to pass to ranks instead; "" if unknown."""
     if isinstance(culprit, _RUNNING):
         return ": pass a list of its items, or make it in the function, which each rank runs"
     if isinstance(culprit, io.IOBase):
@@ -254,7 +255,7 @@ def instead_to_pass(culprit: object) -> str:
 
 
 def instead_to_return(culprit: object) -> str:
-    """Return what a rank is to return instead; "" if that is not known."""
+    """Return the end of a message about what a rank should return instead; "" if unknown."""
     if isinstance(culprit, _RUNNING):
         return ": return a list of its items"
     if isinstance(culprit, io.IOBase):

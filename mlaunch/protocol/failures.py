@@ -1,4 +1,4 @@
-"""From what a supervisor learns to the record of a failure, for its caller and for the launch's other machines."""
+"""Records of failures, made from what a supervisor learns, for its caller and for the launch's other machines."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mlaunch.base.text import name_some_ranks
 from mlaunch.protocol.messages import AnswerKind, Cancel, RankAnswered, RankGone, RemoteError
 
 _OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError")
-_NO_MEMORY = "DefaultCPUAllocator: "  # torch's RuntimeError where the host has none left
+_NO_MEMORY = "DefaultCPUAllocator: "  # the start of torch's RuntimeError if the host has no memory left
 OOM_COUNTER = "oom_kill counter"  # of a cgroup, in the words of a hint
 
 
 def from_answer(answered: RankAnswered, remote: RemoteError) -> RankFailure:
-    """Describe a rank that raised, or returned what cannot be pickled."""
+    """Return the failure of a rank that raised, or returned a value that cannot be pickled."""
     unpicklable = answered.kind is AnswerKind.UNPICKLABLE
     return RankFailure(
         rank=answered.rank,
@@ -35,7 +35,7 @@ def from_answer(answered: RankAnswered, remote: RemoteError) -> RankFailure:
 
 
 def kind_of_raised(type_name: str, message: str) -> str:
-    """Return the kind of the failure of a rank that has raised this."""
+    """Return the kind of failure for an exception of this type and message."""
     lacks_memory = type_name.endswith(_OUT_OF_MEMORY) or _NO_MEMORY in message
     return "out_of_memory" if lacks_memory else "raised"
 
@@ -45,7 +45,7 @@ def _raised(remote: RemoteError) -> str:
 
 
 def from_exit(gone: RankGone, device: str = "", crash: str = "", host: str = "") -> RankFailure:
-    """Describe a rank that died. ``crash``: the Python stacks that it left. ``host``: its own; "": this one."""
+    """Return the failure of a rank that died. ``crash``: its last Python stacks. ``host``: its host; "": this one."""
     what = describe_exit(gone.exitcode, of_python=gone.of_python)
     return RankFailure(
         rank=gone.rank,
@@ -73,7 +73,10 @@ def from_server(pid: int, exitcode: int, at: float) -> RankFailure:
 
 
 def from_cancel(by_launcher: bool, cancel: Cancel | None, ranks: Sequence[int] = ()) -> RankFailure:
-    """Describe that the launcher cancels, or that it or the fork server is gone. ``ranks``: its own, if others are."""
+    """Return the failure for a launcher that cancels, or for a launcher or fork server that is gone.
+
+    ``ranks``: the ranks of this machine, if other machines have others.
+    """
     if cancel is not None:
         ended = cancel.by not in {0, signal.SIGINT}
         what = f"was ended by {signal.Signals(cancel.by).name}" if ended else "was interrupted"
@@ -90,12 +93,15 @@ def from_deadline(seconds: float | None) -> RankFailure:
 
 
 def from_stop(pid: int, command: str = "mlaunch stop") -> RankFailure:
-    """Describe that somebody ended the launch from elsewhere; ``pid``: whose ``command`` it was."""
+    """Return the failure for a launch that ``command`` ended from outside, in process ``pid``."""
     return of_run(f"was ended by {command} (pid {pid})", "stopped")
 
 
 def of_run(what: str, kind: str, *, final: bool = True) -> RankFailure:
-    """Describe why the whole run is ended. ``kind``: of the schema; ``final``: it is not started again."""
+    """Return the failure that ends the whole run.
+
+    ``kind``: from the schema. ``final``: the run is not started again.
+    """
     return RankFailure(None, 0, what, host=_host(), subject="the run", final=final, kind=kind)
 
 

@@ -1,12 +1,12 @@
-"""Which variables libraries read as they are loaded: a fork server serves calls that have the same."""
+"""The variables that libraries read while they are loaded. A fork server serves only calls with the same values."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-# Read once, by libraries as they are loaded: a fork server that loaded them under other values is of no use. Here stand
-# those that C code reads, or Python code by a prefix; a test asks the loader for all. What Python code reads by name, a
-# server that is kept notes for itself (warm/server/import_record.py).
+# A fork server that loaded its libraries under other values does not fit the call. This lists the variables that C code
+# reads, or Python code reads by a prefix; a test asks the loader for all of them. The warm server itself notes what
+# Python code reads by name (warm/server/import_record.py).
 _READ_AT_IMPORT = (
     "TORCH", "PYTORCH", "KINETO_", "USE_LIBUV", "FX_",
     "OMP_", "GOMP_", "KMP_", "ACC_", "GFORTRAN_",
@@ -18,7 +18,7 @@ _SET_PER_RANK = ("TORCHELASTIC_", "OMP_NUM_THREADS")
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that libraries read when they are loaded."""
+    """Return those of the variables that libraries read while they are loaded."""
     return {
         name: value
         for name, value in environ.items()
@@ -27,6 +27,6 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def replaced(environ: Mapping[str, str], by: Mapping[str, str]) -> dict[str, str]:
-    """Return variables with those in the place that libraries read when they are loaded."""
+    """Return ``environ`` with the variables that libraries read while they are loaded taken from ``by``."""
     ours = variables(environ)
     return {name: value for name, value in environ.items() if name not in ours} | variables(by)

@@ -1,7 +1,7 @@
-"""Modules that a rank cannot import though they are in ``sys.modules`` here: they were loaded from a file's path.
+"""Modules that a rank cannot import though they are in ``sys.modules`` here, so their definitions go by value.
 
-Or the directory has left ``sys.path`` since, or another module of that name is found first. What they define has to go
-by value.
+They were loaded from a file's path, or their directory has left ``sys.path`` since, or another module of that name is
+found first.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ class _Answer(NamedTuple):
 
 
 _answers: dict[str, _Answer] = {}
-_search_path: list[str] = []  # for which they hold
+_search_path: list[str] = []  # the search path for which the answers hold
 
 
 def is_importable(name: str) -> bool:
-    """True if an import of this name finds the module that is loaded; also if nothing can be said of it."""
+    """True if importing this name finds the module that is loaded, or if that cannot be decided."""
     if _search_path != sys.path:
         _answers.clear()
         _search_path[:] = sys.path
     module = sys.modules.get(name)
     answer = _answers.get(name)
     if answer is None or answer.module is not module:
-        # Asked once for each module: 9 to 30 us, for what may be asked for every object of a value.
+        # Checked once for each module: it takes 9 to 30 us, and may be asked for every object of a value.
         answer = _answers[name] = _Answer(module, _ask(name, getattr(module, "__spec__", None)))
     return answer.importable
 
 
 def _ask(name: str, spec: ModuleSpec | None) -> bool:
-    # Of other loaders nobody knows whether they would find it again; by name is then what pickle does, too.
+    # Whether other loaders would find the module again is unknown. Then it goes by name, as pickle sends it anyway.
     if spec is None or type(spec.loader) is not SourceFileLoader:
         return True
     parent = name.rpartition(".")[0]
@@ -49,7 +49,7 @@ def _ask(name: str, spec: ModuleSpec | None) -> bool:
 
 def _is_found(name: str, path: list[str] | None, spec: ModuleSpec) -> bool:
     for finder in sys.meta_path:
-        with contextlib.suppress(Exception):  # a user's finder; a file that has gone
+        with contextlib.suppress(Exception):  # a user's finder; a file that is gone
             found = finder.find_spec(name, path)
             if found is not None:
                 return found.origin == spec.origin or os.path.samefile(found.origin or "", spec.origin or "")

@@ -1,8 +1,8 @@
-"""What ranks had to import that their fork server may import for the next ones: notes in memory that they share.
+"""Notes in shared memory on what ranks had to import, so that their fork server can import it for the next ranks.
 
-That is of torch what is first used long after its import, of mlaunch what modules of the user's may import, and of
-Python's own library anything. Of other packages nobody but their users know whether a fork bears that they were
-imported before it.
+They cover modules of torch that are first used long after its import, modules of mlaunch that modules of the user may
+import, and all of Python's own library. For other packages, only their users know whether they may be imported before a
+fork.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ import sys
 
 from mlaunch.features import with_hook
 
-# What torch imports where it is first used. The first optimizer and the first DistributedDataParallel of a process
-# import torch._dynamo, a second of each rank's time.
+# Modules that torch imports when they are first used. The first optimizer and the first DistributedDataParallel of a
+# process import torch._dynamo, which takes a second in each rank.
 _TORCHS = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.checkpoint")
-# What a module imports that has functions for ranks and says "from mlaunch import Ranks", say: 80 modules in each rank,
-# for which a call of 2 ranks took 60 ms instead of 26.
+# Modules that the import of a user's module needs, for example by "from mlaunch import Ranks": 80 modules in each rank.
+# A call of 2 ranks took 60 ms with them instead of 26.
 _OURS = (
     "mlaunch.comm", "mlaunch.compat.rank.groups", "mlaunch.caller.ranks.ranks", "mlaunch.sweeps.caller.run_future",
     "mlaunch.sweeps.caller.sweep", "mlaunch.caller.warm_up"
 )  # fmt: skip
-# What features have in ranks, and what makes their parts there.
+# Modules of features in ranks, and the module that makes their parts there.
 _PARTS = ("mlaunch.core.load", *(f"mlaunch.{one.name}.rank" for one in with_hook("rank.part")))
 NAMES = (*_TORCHS, *_OURS, *_PARTS)
 _INDEX = {name: index for index, name in enumerate(NAMES)}
 _SIZE = 4096  # bytes of names
-# What does something as it is imported, for people at a prompt.
+# Modules that do something for people at a prompt when they are imported.
 _NEVER = {"antigravity", "this", "readline", "rlcompleter", "idlelib", "turtledemo", "turtle", "tkinter", "test"}
 _LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
 
-# Shared memory and no message: a rank notes it after its answer, when nobody listens to it any more.
+# Shared memory and no message: a rank notes it after its answer, when no process listens to it any more.
 _noted = mmap.mmap(-1, len(NAMES))  # a fork writes to the same memory
 _standard = mmap.mmap(-1, _SIZE)  # names of Python's own modules, with commas
 
 
 class _Own:
-    """``before``: the number of modules that this process has from its fork server, or has noted."""
+    """The state of this process. ``before``: how many modules it has from its fork server, or has noted."""
 
     before = 0
-    looked = 0  # how many modules there were as this process looked last
+    looked = 0  # how many modules there were when this process last looked
     told = -1  # an eventfd
 
 
@@ -52,33 +52,33 @@ _own = _Own()
 
 
 def listen() -> int:
-    """Return a descriptor that can be read once a fork of this process has imported what is in ``NAMES``."""
+    """Return a descriptor that can be read once a fork of this process has imported something in ``NAMES``."""
     if _own.told < 0:
         _own.told = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
     return _own.told
 
 
 def hear() -> None:
-    """Read from that descriptor."""
+    """Clear the event of that descriptor."""
     with contextlib.suppress(BlockingIOError):
         os.eventfd_read(_own.told)
 
 
 def tell() -> None:
-    """Let the process that listens know."""
+    """Notify the process that listens."""
     with contextlib.suppress(OSError):
-        # Code that closes all descriptors is common, and what has the number since is a file of the user's.
+        # Code that closes all descriptors is common, and the number may now belong to a file of the user's.
         if os.readlink(f"/proc/self/fd/{_own.told}") == "anon_inode:[eventfd]":
             os.eventfd_write(_own.told, 1)
 
 
 def begin() -> None:
-    """Take what is imported by now for the fork server's."""
+    """Take the modules that are imported now as those of the fork server."""
     _own.before = len(sys.modules)
 
 
 def note_begun(name: str, path: str, *, leads: bool) -> bool:
-    """Note a module as its import begins, which the call may not survive; True if it is in ``NAMES``."""
+    """Note a module when its import begins, because the call may not survive it; True if it is in ``NAMES``."""
     if name in _INDEX:
         _noted[_INDEX[name]] = 1
         return True
@@ -88,7 +88,7 @@ def note_begun(name: str, path: str, *, leads: bool) -> bool:
 
 
 def note(*, leads: bool) -> None:
-    """Note what this process has imported; of Python's own modules only if it ``leads``, for all ranks."""
+    """Note what this process has imported. Only a rank that ``leads`` notes Python's own modules, for all ranks."""
     if len(sys.modules) == _own.looked:  # as after most calls on ranks that stay
         return
     _own.looked = len(sys.modules)
@@ -104,11 +104,11 @@ def note(*, leads: bool) -> None:
 def _note_standard(names: list[str]) -> None:
     text = ",".join(dict.fromkeys([*_standard_names(), *names])).encode()
     if names and len(text) < _SIZE:
-        _standard[:] = text.ljust(_SIZE, b"\0")  # of two that write at once, one counts
+        _standard[:] = text.ljust(_SIZE, b"\0")  # if two ranks write at once, one of them wins
 
 
 def _is_standard(name: str) -> bool:
-    """True if it is of Python's library; a user's file may have such a name."""
+    """True if it is a module of Python's library; a user's file may have such a name."""
     top = name.partition(".")[0]
     if top not in sys.stdlib_module_names or top in _NEVER or top.startswith("_"):
         return False
@@ -126,16 +126,16 @@ def _standard_names() -> list[str]:
 
 
 def missing() -> list[str]:
-    """Return of torch and mlaunch what a fork of this process has noted and this process has not imported."""
+    """Return the modules of torch and mlaunch that a fork has noted and this process has not imported."""
     return [name for index, name in enumerate(NAMES) if _noted[index] and name not in sys.modules]
 
 
 def missing_standard() -> list[str]:
-    """Return the same of Python's own modules."""
+    """Return the modules of Python's library that a fork has noted and this process has not imported."""
     return [name for name in _standard_names() if name not in sys.modules]
 
 
 def import_module(name: str) -> None:
-    """Import one that is missing; nothing if another file would be found here under the name of a standard one."""
+    """Import a missing module; do nothing if a name of Python's library would lead to another file here."""
     if name in NAMES or _is_of_the_library(importlib.util.find_spec(name)):
         __import__(name)

@@ -8,15 +8,15 @@ rank -> agent         Answer                                    (the result queu
 agent -> rank         Question, ForPart                         (a channel to its control thread)
 rank -> agent         Told                                      (the answer is in a memfd that came with the question)
 
-A launch that was prepared gets its ``Details`` when its call comes, and says CallBegun; one that ends without that has
-run nothing. Ranks that stay:
+A prepared launch gets its ``Details`` when its call comes, and then sends CallBegun; one that ends without CallBegun
+has run nothing. Ranks that stay:
 
 launcher -> agent     NextCall, EndCall, EndRanks, MeetAgain
 launcher -> rank      DirectCall                                (instead of NextCall, if all ranks are on this machine)
 rank -> launcher      DirectAnswer                              (to such a call, if it is a small value)
 agent -> launcher     CallOver                                  (over several machines also RanksStand, RanksBack)
 
-Features' parts in these processes send each other ForPart, away from the caller, and PartSays, towards it.
+The parts of features in these processes send each other ForPart, away from the caller, and PartSays, towards it.
 """
 
 from __future__ import annotations
@@ -32,22 +32,25 @@ from mlaunch.protocol.spec import Details
 
 Frames = tuple[tuple[str, str, str], ...]  # file, line and name, innermost first
 Counts = tuple[tuple[int, int], ...]  # messages, by global rank
-ANY = -1  # a rank that receives from whoever sends
-CAUSE_DELAY = 0.1  # seconds in which the cause may follow its consequence
+ANY = -1  # the peer of a rank that receives from any rank
+CAUSE_DELAY = 0.1  # seconds by which the cause may arrive after its consequence
 
 
 @frozen_record
 class AgentStarted:
-    """The launch's agent was forked. Attached: its pidfd, with which the launcher can end it if it does not answer."""
+    """The launch's agent was forked.
+
+    Attached: its pidfd, with which the launcher can end an agent that does not answer.
+    """
 
     pid: int
 
 
 @frozen_record
 class Cancel:
-    """Asks the agent to stop its ranks, with signal ``number``; ``force`` skips the grace period.
+    """A request to the agent to stop its ranks, with signal ``number``; ``force`` skips the grace period.
 
-    ``by``: the signal that has ended the caller; 0: none, or not known.
+    ``by``: the signal that has ended the caller; 0: none, or unknown.
     """
 
     force: bool = False
@@ -56,7 +59,7 @@ class Cancel:
 
 
 class Phase(enum.Enum):
-    """Where in its life a rank is. The values are the words of messages."""
+    """The phase that a rank is in. The values are the words of messages."""
 
     STARTING = "starting"
     BINDING = "binding its device"
@@ -81,11 +84,11 @@ class AnswerKind(enum.Enum):
     VALUE = "returned"
     ERROR = "raised"
     UNPICKLABLE = "returned a value that cannot be pickled"
-    INTERRUPTED = "was interrupted"  # because somebody asked for that
+    INTERRUPTED = "was interrupted"  # on request
 
 
 class Errand(enum.Enum):
-    """What a rank is to do with what it is sent."""
+    """The kind of work that a rank receives."""
 
     RUN = "run the call"
     TELL_NUMBERS = "tell the numbers of operations that it has entered in each process group"
@@ -94,7 +97,10 @@ class Errand(enum.Enum):
 
 @frozen_record
 class RunCall:
-    """Asks a rank to run a call: that in ``data``, the attached memfd (``attached``) or in memory. See AnswerFile."""
+    """A request to a rank to run a call: the one in ``data``, in the attached memfd (``attached``) or in its memory.
+
+    See AnswerFile.
+    """
 
     number: int
     errand: Errand = Errand.RUN
@@ -105,20 +111,21 @@ class RunCall:
 
 @frozen_record
 class AnswerFile:
-    """Gives a rank a memfd for its answers, instead of the last one, which may be mapped. Attached: it."""
+    """A memfd for a rank's answers. It replaces the last one, which may be mapped. Attached: the memfd."""
 
 
 @frozen_record
 class Release:
-    """Tells a rank that nothing more comes: it may end."""
+    """The message to a rank that no more calls come: it may end."""
 
 
 @frozen_record
 class Answer:
     """A rank's answer to a call. ``data``: the value or RemoteError; if it is empty, that is in the memfd for answers.
 
-    ``consequence``: it looks like one of another rank's failure (a peer closed the connection). ``stale``: modules of
-    this rank, with commas, each with an @ and its file's time of change, which is newer than what it runs.
+    ``consequence``: the error looks like one of another rank's failure (a peer closed the connection). ``stale``:
+    modules of this rank, with commas, each with an @ and the time of change of its file, which is newer than the code
+    that the rank runs.
     """
 
     local_rank: int
@@ -131,7 +138,10 @@ class Answer:
 
 @frozen_record
 class RanksStarting:
-    """``at``: the agent's monotonic seconds. The rest is what machines agreed on. Attached: ``BoardFds``."""
+    """The ranks are starting. ``at``: the agent's monotonic seconds.
+
+    The other fields are what the machines agreed on. Attached: ``BoardFds``.
+    """
 
     at: float
     launch_id: str
@@ -141,20 +151,25 @@ class RanksStarting:
 
 @frozen_record
 class RankStarted:
-    """A rank was forked. ``at``: the agent's monotonic seconds. Attached: the channel to it, if it stays, on which the
-    launcher may send calls; the reading ends of its streams' pipes.
+    """A rank was forked. ``at``: the agent's monotonic seconds.
+
+    Attached: the channel to it, if it stays, on which the launcher may send calls; the reading ends of its streams'
+    pipes.
     """
 
     rank: int
     pid: int
     at: float
-    channels: int = 0  # how many of the descriptors are no pipes
-    host: str = ""  # an engine's machine; "": this one
+    channels: int = 0  # how many of the descriptors are channels, not pipes
+    host: str = ""  # the engine's machine; "": this one
 
 
 @frozen_record
 class RankAnswered:
-    """An Answer on its way to the launcher, attached its memfd if it has no data. ``at``: agent's monotonic seconds."""
+    """An Answer that is sent on to the launcher.
+
+    ``at``: agent's monotonic seconds. Attached: its memfd, if without data.
+    """
 
     rank: int
     pid: int
@@ -167,7 +182,7 @@ class RankAnswered:
 
 @frozen_record
 class RankGone:
-    """A rank was reaped. ``exitcode`` is negative for a signal; ``stopped``: we had told it to stop before.
+    """A rank was reaped. ``exitcode`` is negative for a signal; ``stopped``: the agent had asked it to stop before.
 
     Attached: the memfd with the Python stacks that faulthandler wrote if the rank crashed.
     """
@@ -181,20 +196,20 @@ class RankGone:
     at: float
     hints: tuple[str, ...] = ()
     peak_memory: int = 0  # bytes
-    of_python: bool = True  # it was no other program
+    of_python: bool = True  # it was not another program
 
     @property
     def failed(self) -> bool:
-        """True if it ended badly: also with code 0, where nobody may say that all is done (while it unpickles, say)."""
+        """True if the rank ended badly: also with code 0 in a phase in which it may not end (unpickling, say)."""
         return self.exitcode != 0 or not (self.answered or self.stopped or self.phase in _MAY_END)
 
 
 @frozen_record
 class GroupNumbers:
-    """What a rank has begun with one backend of a process group: ``number`` collectives, and messages.
+    """The operations that a rank has begun with one backend of a process group: ``number`` collectives, and messages.
 
-    ``latest``: the collective of that number; "": not known. ``completed``: how many of them the device has done; None:
-    torch's flight recorder does not tell.
+    ``latest``: the collective of that number; "": unknown. ``completed``: how many of them the device has completed;
+    None: torch's flight recorder does not tell.
     """
 
     name: str
@@ -208,17 +223,17 @@ class GroupNumbers:
 
 @frozen_record
 class RankWait:
-    """What a thread of a rank waits for.
+    """The operation that a thread of a rank waits for.
 
     Attributes:
         thread: Its name; "": the main thread.
-        operation: As users call it; "": not known.
-        group: Names a ``GroupNumbers``; of a group that is being made, its name for torch.
+        operation: As users call it; "": unknown.
+        group: The name of a ``GroupNumbers``; for a group that is being made, its name for torch.
         number: Which collective of the group.
         peer: Of a message: the other rank, or ``ANY``; None: it is no message.
         tag: Of a message.
         members: Of the group.
-        frames: Of another thread than the main one.
+        frames: Of a thread other than the main one.
     """
 
     thread: str
@@ -233,8 +248,10 @@ class RankWait:
 
 @frozen_record
 class Operations:
-    """What a rank has begun in each of its process groups, and what its threads wait for. ``made``: how many groups
-    torch has made there."""
+    """The operations that a rank has begun in each of its process groups, and those that its threads wait for.
+
+    ``made``: how many groups torch has made there.
+    """
 
     groups: tuple[GroupNumbers, ...] = ()
     waits: tuple[RankWait, ...] = ()
@@ -243,8 +260,11 @@ class Operations:
 
 @frozen_record
 class RankStacks:
-    """What a rank was doing when it was about to be stopped. ``text`` is empty if it did not answer in time;
-    ``state`` is the kernel's letter for it. ``entered``: what it has begun in its process groups, if known."""
+    """The activity of a rank just before it was stopped. ``text`` is empty if it did not answer in time.
+
+    ``state`` is the kernel's letter for it. ``entered``: the operations that it has begun in its process groups, if
+    known.
+    """
 
     rank: int
     phase: Phase
@@ -269,7 +289,7 @@ class ServerGone:
 
 @frozen_record
 class NamesLeft:
-    """Files in /dev/shm that came during the launch, and that no process uses any more."""
+    """Files in /dev/shm that appeared during the launch, and that no process uses any more."""
 
     paths: tuple[str, ...]
     size: int  # bytes
@@ -278,7 +298,7 @@ class NamesLeft:
 
 @frozen_record
 class AgentFailed:
-    """The agent itself could not go on, for lack of file descriptors, processes or memory: a traceback."""
+    """The agent itself failed, for lack of file descriptors, processes or memory: a traceback."""
 
     traceback: str
 
@@ -297,7 +317,7 @@ class Reaped:
 
 @frozen_record
 class RemoteError:
-    """An exception on its way out of a rank. ``pickled`` is None if it does not survive pickling."""
+    """An exception that leaves a rank. ``pickled`` is None if it does not survive pickling."""
 
     type_name: str
     message: str
@@ -310,14 +330,14 @@ class RemoteError:
 
 @frozen_record
 class Waiting:
-    """What the launch waits for while machines join, for people."""
+    """A text for people on what the launch waits for while machines join."""
 
     text: str
 
 
 @frozen_record
 class Refused:
-    """The machines do not come together, and why. ``late``: because the time for it is over."""
+    """The reason why the machines do not come together. ``late``: because the time for it is over."""
 
     text: str
     late: bool = False
@@ -325,12 +345,12 @@ class Refused:
 
 @frozen_record
 class CallBegun:
-    """The ranks of a prepared launch were there, and have been sent the call."""
+    """The ranks of a prepared launch were ready, and have been sent the call."""
 
 
 @frozen_record
 class ForPart:
-    """A word for a feature's part. ``call``: the number of the call that it is about."""
+    """A message to a feature's part. ``call``: the number of the call that it is about."""
 
     feature: str
     call: int
@@ -339,14 +359,14 @@ class ForPart:
 
 @frozen_record
 class PartSays:
-    """What a feature's part has for its part nearer to the caller."""
+    """A message from a feature's part to its part nearer to the caller."""
 
     feature: str
     news: object
 
 
 class Ask(enum.Enum):
-    """What an agent asks the control thread of a rank."""
+    """The questions of an agent to the control thread of a rank."""
 
     NUMBERS = "the numbers of the operations that it has entered since the call of ``Question.call`` began"
     ENTERED = "the number of the latest operation that it has entered in each of its process groups"
@@ -356,9 +376,9 @@ class Ask(enum.Enum):
 
 @frozen_record
 class Question:
-    """Asks a rank something, whatever its main thread does; or an agent, as who looks at a launch (``visitors.py``).
+    """A question to a rank, whatever its main thread does; or to an agent, as from a visitor (``visitors.py``).
 
-    ``number``: as the one who asks counts questions. Attached, for a rank: the memfd for the answer.
+    ``number``: the asking process counts its questions. Attached, for a rank: the memfd for the answer.
     """
 
     number: int
@@ -368,14 +388,14 @@ class Question:
 
 @frozen_record
 class Told:
-    """The question of this number is answered. Attached, by an agent: a status in JSON."""
+    """The question of this number is answered. Attached, if an agent sends it: a status in JSON."""
 
     number: int
 
 
 # Ranks that stay
 
-# Plain tuples: to find a class for each record would cost processes that wake for a short call too much.
+# Plain tuples: finding a class for each record would cost too much in processes that wake for a short call.
 
 # The call's number, and the call; if it is empty, that is in the attached memfd.
 DirectCall = tuple[int, bytes]
@@ -385,7 +405,7 @@ DirectAnswer = tuple[int, int, str, bytes]
 
 @frozen_record
 class NextCall:
-    """Makes ranks that stay run their next call. ``data``: the call; empty: it is in the attached memfd.
+    """The next call of ranks that stay. ``data``: the call; empty: it is in the attached memfd.
 
     ``deadline``: seconds, None: no limit.
     """
@@ -397,9 +417,10 @@ class NextCall:
 
 @frozen_record
 class EndCall:
-    """Asks to end this call as Ctrl-C would, and to find out whether the ranks can go on. An older one's is over.
+    """A request to end this call as Ctrl-C would, and to find out whether the ranks can continue.
 
-    ``late``: seconds of its deadline, which its launcher has kept and which has passed; None: it is ended otherwise.
+    For an older call it has no effect: that is over. ``late``: seconds of its deadline, which its launcher has kept and
+    which has passed; None: the call is ended for another reason.
     """
 
     number: int
@@ -420,10 +441,10 @@ class CallOver:
 
 @frozen_record
 class RanksStand:
-    """Tells where a machine's ranks stand in a call that is to end. ``back``: global ranks that have come back from it.
+    """The position of a machine's ranks in a call that is to end. ``back``: global ranks that have come back.
 
-    Attached: a memfd with the numbers of those that have told them, by global rank. The launcher, who hears all
-    machines, finds out whether somebody works in vain.
+    Attached: a memfd with the numbers of the ranks that have sent them, by global rank. The launcher, which receives
+    this from all machines, finds out whether a rank works without a chance to finish.
     """
 
     number: int
@@ -432,9 +453,9 @@ class RanksStand:
 
 @frozen_record
 class RanksBack:
-    """A machine's ranks have come back from a call that did not end by itself. Attached: as of RanksStand, of all.
+    """A machine's ranks have come back from a call that did not end by itself.
 
-    It is for the launcher to compare these.
+    Attached: as for RanksStand, of all these ranks. The launcher compares them.
     """
 
     number: int
@@ -442,21 +463,21 @@ class RanksBack:
 
 @frozen_record
 class MeetAgain:
-    """Says that the numbers of all machines' ranks agree: they are to meet, after which this call is over."""
+    """The message that the numbers of all machines' ranks agree: the ranks must meet, and then this call is over."""
 
     number: int
 
 
 @frozen_record
 class EndRanks:
-    """Asks ranks that stay to leave; they are stopped after the grace period."""
+    """A request to ranks that stay to leave; they are stopped after the grace period."""
 
 
-# Who sends what. A channel is typed by what comes and what goes: ``Channel[RankSays, RankHears]`` is the agent's end of
-# its channel to a rank, ``Channel[RankHears, RankSays]`` the rank's. So a type checker finds a record that is sent to
-# somebody who does not take it, and one that a receiver forgets.
+# The records by sender. A channel is typed by what comes and what goes: ``Channel[RankSays, RankHears]`` is the agent's
+# end of its channel to a rank, ``Channel[RankHears, RankSays]`` the rank's. So a type checker finds a record that is
+# sent to a receiver which does not take it, and one that a receiver does not handle.
 
-# A launcher and the launch's agent. The fork server says the first word and the last one.
+# A launcher and the launch's agent. The fork server sends the first word and the last one.
 AgentHears = (Details | Cancel | Question) | (NextCall | EndCall | EndRanks | MeetAgain) | ForPart
 AgentSays = (
     (AgentStarted | AgentFailed | CallBegun | RanksStarting | RankStarted | RankAnswered | RankStacks | RankGone)

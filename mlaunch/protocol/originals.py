@@ -1,7 +1,7 @@
-"""Classes and functions that a call brought by value: they go back as what they are in the caller, by a number.
+"""Classes and functions that a call brought by value. They go back to the caller as its own originals, by a number.
 
-A name would not do: by the time it may mean another class there (a cell was run again), or nothing (a local class; a
-script that a profiler runs, which is not the ``__main__`` of its process).
+A name is not enough: it may now mean another class there (a cell was run again), or nothing (a local class; a script
+that a profiler runs, which is not the ``__main__`` of its process).
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from mlaunch.protocol import sources
 
 _numbers: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 _by_number: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-_made: weakref.WeakSet[Any] = weakref.WeakSet()  # here, of what was sent
-# What this rank's call has brought, which its caller therefore has. What only an earlier one brought may be gone there.
+_made: weakref.WeakSet[Any] = weakref.WeakSet()  # made here from what was sent
+# What this rank's call has brought, so that its caller has it. What only an earlier call brought may be gone there.
 _of_call: weakref.WeakSet[Any] = weakref.WeakSet()
 kinds: set[type] = set()  # of all that was sent
 _count = itertools.count()
-# Numbers are of one process: a value that has come from another launch must not be taken for one of ours.
+# A number belongs to one process: a value from another launch must not be taken for one of this process.
 _process = os.urandom(16).hex()
 
 
 class receiving:
-    """Notes, for the length of a block, what a rank's call brings."""
+    """A block that notes what a rank's call brings."""
 
     active = False
 
@@ -43,18 +43,21 @@ class receiving:
 
 
 def number(original: Any) -> str:
-    """Return the number of what is sent by value, for good."""
+    """Return the number of an object that is sent by value; it keeps the number for good."""
     known = _numbers.get(original)
     return _remember(original, f"{_process}/{os.getpid()}/{next(_count)}") if known is None else known
 
 
 def take(number: str, make: Callable[..., Any], *args: Any) -> Any:
-    """Return what was sent by value, to be filled; where it comes from, the original. Called as it is unpickled."""
+    """Return an object that was sent by value, to be filled; in the process that sent it, the original.
+
+    Called by unpickling.
+    """
     known = _by_number.get(number)
     if known is not None and known not in _made:
-        # This process has sent it: two copies of one class would not be the same to isinstance().
+        # This process has sent it: isinstance() would not take two copies of one class for the same.
         return known
-    # A class is made once, also if it comes with each call: its metaclass and its bases are told of it.
+    # A class is made once, even if it comes with each call: its metaclass and its bases see it being made.
     made = known if isinstance(known, type) else make(*args)
     _remember(made, number)
     _made.add(made)
@@ -65,7 +68,7 @@ def take(number: str, make: Callable[..., Any], *args: Any) -> Any:
 
 
 def take_once(number: str, make: Callable[..., Any], *args: Any) -> Any:
-    """Return an object that is known for what it is: the one that came before, if there is one."""
+    """Return an object that is known by its identity: the one that came before, if there is one."""
     known = _by_number.get(number)
     if known is None:
         return take(number, make, *args)
@@ -78,12 +81,15 @@ def can_be_known(found: Any) -> bool:
     """True if an object that is neither class nor function can have a number."""
     kind: Any = type(found)
     plain: Any = object
-    has_weak_references = kind.__weakrefoffset__ != 0  # it is negative where the interpreter keeps them (3.12)
+    has_weak_references = kind.__weakrefoffset__ != 0  # it is negative if the interpreter keeps them (3.12)
     return kind.__hash__ is plain.__hash__ and kind.__eq__ is plain.__eq__ and has_weak_references
 
 
 def fill(taken: Any, content: tuple[Callable[[Any, Any], None], Any, sources.Source | None]) -> None:
-    """Give it its content, if it was made here: the original may have another by now."""
+    """Give an object its content if it was made here.
+
+    The original is left alone: its content may have changed since.
+    """
     fill_in, state, source = content
     if taken in _made:
         fill_in(taken, state)
@@ -92,7 +98,7 @@ def fill(taken: Any, content: tuple[Callable[[Any, Any], None], Any, sources.Sou
 
 
 def of_main(function: Any) -> list[Any]:
-    """Return, with numbers, what the module of a function defines, if that is a script or notebook."""
+    """Return what the module of a function defines, with numbers, if it is a script or notebook."""
     names = getattr(inspect.unwrap(function), "__globals__", {})
     if names.get("__name__") != "__main__":
         return []
@@ -104,7 +110,7 @@ def of_main(function: Any) -> list[Any]:
 
 
 def inherit(originals: Iterable[Any]) -> None:
-    """Note in a fork what it has in common with the caller."""
+    """Note, in a fork, which originals it shares with the caller."""
     _of_call.update(originals)
 
 
@@ -114,21 +120,24 @@ def any_came() -> bool:
 
 
 def reduce(found: Any) -> tuple[Any, ...] | None:
-    """Return what pickles a class or function as the caller's own; None: it is not known to have it."""
+    """Return what pickles a class or function as the caller's own; None if the caller may not have it."""
     if found not in _of_call:
         return None
     return _find, (_numbers[found], found.__module__, getattr(found, "__qualname__", ""))
 
 
 def reduce_or_refuse(found: Any) -> tuple[Any, ...] | None:
-    """Return the same; PicklingError: the caller may have another by this name. None: it is not from there."""
+    """Return what ``reduce`` does; PicklingError if the caller may have another object by this name.
+
+    None if it did not come from a caller.
+    """
     if found in _numbers and found not in _of_call:
         raise pickle.PicklingError(found)
     return reduce(found)
 
 
 def _find(number: str, module: str, qualname: str) -> Any:
-    """Return the original; if this is not the process that sent it, as with ``gather``, what bears its name here."""
+    """Return the original. In a process that did not send it, as with ``gather``, return what has its name here."""
     original = _by_number.get(number)
     if original is None:
         original = importlib.import_module(module)

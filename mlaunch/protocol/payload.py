@@ -1,11 +1,11 @@
-"""Values on their way: small ones inside the record that tells of them, others in memfds.
+"""Values in transit: small ones inside their record, others in memfds.
 
 A memfd is written once by the sender and mapped privately by every receiver. It holds::
 
     pickle stream (protocol 5) | buffer, 64-byte aligned | ... | table of (offset, size) | trailer
 
-Arrays and storages of at least 16 KiB stay out of the stream. A receiver maps the file copy-on-write, so its arrays
-and tensors are writable, cost no further copy, and eight ranks that only read share one copy of a large argument.
+Arrays and storages of at least 16 KiB stay out of the stream. A receiver maps the file copy-on-write, so its arrays and
+tensors are writable, cost no further copy, and eight ranks that only read share one copy of a large argument.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from mlaunch.protocol.pickling import OUT_OF_BAND, Parts, Sink, pickle_by_name, 
 # As torch aligns tensors: vector instructions want it, and a cache line is as long.
 _ALIGNMENT = 64
 _ENTRY = struct.Struct("<QQ")  # offset, size
-PLAIN = frozenset({type(None), bool, int, float, str, bytes})  # that are the same in each process
+PLAIN = frozenset({type(None), bool, int, float, str, bytes})  # they are the same in each process
 _PICKLED_AS_IT_IS = PLAIN | {RemoteError}
 _TRAILER = struct.Struct("<QQ")  # size of the stream, number of buffers
 
 
 @frozen_record
 class Payload:
-    """A pickled value: its bytes, if they are few, else the memfd that holds it.
+    """A pickled value: its bytes if they are few, otherwise the memfd that holds it.
 
-    ``originals``: what of it went by value and must live here as long as it may come back.
+    ``originals``: the objects in it that went by value, which must live here as long as they may come back.
     """
 
     data: bytes = b""
@@ -47,21 +47,21 @@ class Payload:
     _kept: KeptFd | None = field(init=False, compare=False, repr=False)
 
     def __init__(self, data: bytes = b"", memfd: int = -1, *, originals: tuple[object, ...] = ()) -> None:
-        # By hand, since each call and value is one.
+        # Written by hand, since each call and value needs one.
         kept = KeptFd(memfd) if memfd >= 0 else None
         self.__dict__.update(data=data, memfd=memfd, originals=originals, _kept=kept)
 
     @property
     def size(self) -> int:
-        """How many bytes it has."""
+        """Return its size in bytes."""
         return len(self.data) or os.fstat(self.memfd).st_size
 
     def fds(self) -> list[int]:
-        """Return what must be attached to a record with its data."""
+        """Return the descriptors to attach to a record with its data."""
         return [] if self.data else [self.memfd]
 
     def read(self) -> Any:
-        """Return the value. OSError: other code in this process has closed the memfd."""
+        """Return the value. OSError if other code in this process has closed the memfd."""
         if self._kept is not None and not self._kept.intact():
             raise OSError(errno.EBADF, "other code in this process has closed the file that holds the value")
         return pickle.loads(self.data) if self.data else read(self.memfd)
@@ -76,7 +76,7 @@ class Payload:
 
 
 def pack(value: object, name: str, *, most: int) -> Payload:
-    """Pickle a value that goes to ranks; in a new memfd if it takes more than ``most`` bytes."""
+    """Pickle a value for ranks; into a new memfd if it takes more than ``most`` bytes."""
     memfd = -1
 
     def make() -> int:
@@ -93,10 +93,10 @@ def pack(value: object, name: str, *, most: int) -> Payload:
 
 
 def write(fd: int, value: object, *, to_caller: bool = False) -> None:
-    """Pickle a value into a memfd, in the place of what that holds.
+    """Pickle a value into a memfd, and replace what it holds.
 
-    ``to_caller``: the value goes from a rank to its caller, who has the classes of ``__main__`` that the rank has,
-    so they go by name where they can. In the other direction they go by value.
+    ``to_caller``: the value goes from a rank to its caller, which has the classes of ``__main__`` that the rank has, so
+    they go by name where they can. In the other direction they go by value.
 
     Raises what pickling the value raises (``explain.unpicklable`` finds the culprit).
     """
@@ -104,22 +104,24 @@ def write(fd: int, value: object, *, to_caller: bool = False) -> None:
 
 
 def answer(value: object, memfd: Callable[[], int], *, most: int, to_caller: bool) -> bytes:
-    """Pickle a value; returns its bytes, or b"" if it takes more than ``most``: then it is in the memfd as ``write``
-    has it. ``memfd`` gives that if it is needed."""
+    """Return a pickled value, or b"" if it takes more than ``most`` bytes: then it is in a memfd, as from ``write``.
+
+    ``memfd`` returns the memfd, and is called only if it is needed.
+    """
     if type(value) in _PICKLED_AS_IT_IS and len(data := pickle.dumps(value, 5)) <= most:
-        # Plain values need no pickler of ours, which takes longer to make than they to pickle.
+        # Plain values do not need mlaunch's pickler: making one takes longer than pickling them.
         return data
     return _write(_Spool(memfd, most), value, pickle_by_name if to_caller else pickle_by_value)
 
 
 class _Spool:
-    """Keeps what is written until that is more than ``most`` bytes; then a memfd gets it. ``memfd`` gives that."""
+    """A buffer for up to ``most`` written bytes; beyond that, all goes into the memfd that ``memfd`` returns."""
 
     def __init__(self, memfd: Callable[[], int], most: int) -> None:
         self._memfd = memfd
         self._most = most
         self.small = io.BytesIO()
-        self.originals: list[object] = []  # of what was written
+        self.originals: list[object] = []  # among what was written
         self._file: BinaryIO | None = None
 
     def write(self, data: Any) -> int:
@@ -138,13 +140,13 @@ class _Spool:
         return self._file is not None
 
     def file(self) -> BinaryIO:
-        """Return the file, which has what was written."""
+        """Return the file, which contains what was written."""
         if self._file is None:
             fd = self._memfd()
-            # The file may have an older, longer answer.
+            # The file may hold an older, longer answer.
             os.ftruncate(fd, 0)
             os.lseek(fd, 0, os.SEEK_SET)
-            self._file = open(fd, "wb", closefd=False)  # noqa: SIM115 - who has the spool closes it
+            self._file = open(fd, "wb", closefd=False)  # noqa: SIM115 - the owner of the spool closes it
             self._file.write(self.small.getbuffer())
         return self._file
 
@@ -164,7 +166,7 @@ def _write(spool: _Spool, value: object, pickle_into: Callable[[Sink, object], P
         table = bytearray()
         for buffer in parts.buffers:
             with buffer.raw() as raw:
-                # By write(): to copy into a mapping faults page by page, which is slower.
+                # With write(): copying into a mapping faults page by page, which is slower.
                 file.write(b"\0" * (-file.tell() % _ALIGNMENT))
                 table += _ENTRY.pack(file.tell(), raw.nbytes)
                 file.write(raw)
@@ -173,7 +175,7 @@ def _write(spool: _Spool, value: object, pickle_into: Callable[[Sink, object], P
 
 
 def check(value: object) -> None:
-    """Raise what pickling ``value`` raises, keeping nothing of it."""
+    """Raise what pickling ``value`` raises, and keep nothing of it."""
     with open(os.devnull, "wb") as sink:
         pickle_by_value(sink, value)
 
@@ -184,15 +186,15 @@ def read(fd: int) -> Any:
     try:
         return pickle.loads(stream, buffers=buffers)
     finally:
-        del stream, buffers  # which the traceback of a failure would keep, and with them the mapping
+        del stream, buffers  # the traceback of a failure would keep them, and with them the mapping
 
 
 def parts(fd: int) -> tuple[bytes | memoryview, list[memoryview]]:
     """Return the pickle stream in a memfd, and the buffers beside it."""
     size = os.fstat(fd).st_size
-    if size < OUT_OF_BAND:  # no buffer can be in it, and it is not worth a mapping
+    if size < OUT_OF_BAND:  # it has no buffers, and is not worth a mapping
         return os.pread(fd, size, 0), []
-    # Whoever has the descriptor could shrink the file under the mapping, and the kernel would end us by SIGBUS.
+    # Another holder of the descriptor could shrink the file under the mapping, and the kernel would send SIGBUS.
     size = fix_size(fd)
     view = memoryview(mmap.mmap(fd, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE))
     stream_size, count = _TRAILER.unpack_from(view, size - _TRAILER.size)

@@ -1,9 +1,9 @@
-"""How values are pickled: by name or by value, their large buffers left out.
+"""How values are pickled: by name or by value, with their large buffers left out.
 
-Torch's storages go as out-of-band buffers, and always back on the CPU. Tensors, parameters, sparse and quantized
+Torch's storages go as out-of-band buffers, and always come back on the CPU. Tensors, parameters, sparse and quantized
 tensors keep torch's own ``__reduce_ex__``, which takes every one of them apart into storages. Only the storages are
-ours: torch's reducers for them either copy the bytes twice (``torch.save``) or pass a file descriptor that is dead once
-the worker has exited (``torch.multiprocessing``).
+reduced here: torch's reducers for them either copy the bytes twice (``torch.save``) or pass a file descriptor that is
+dead once the worker has exited (``torch.multiprocessing``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FUNCTION = types.FunctionType
 
 
 class Sink(Protocol):
-    """What is pickled into."""
+    """The file that a pickler writes to."""
 
     def write(self, data: Any, /) -> Any: ...
 
@@ -43,13 +43,13 @@ class Sink(Protocol):
 
 @dataclass
 class Parts:
-    """What a pickling leaves besides its stream: the buffers, and what must live until they are written.
+    """The result of a pickling beside its stream: the buffers, and what must live until they are written.
 
-    ``originals``: classes and functions that went by value, which may come back as long as they live; ``told``: files
-    that are none, whose source went with them.
+    ``originals``: classes and functions that went by value, which may come back as long as they live. ``told``: names
+    of files that do not exist, whose source went with the stream.
     """
 
-    in_band: bool = False  # all buffers are to be in the stream
+    in_band: bool = False  # all buffers must be in the stream
     buffers: list[pickle.PickleBuffer] = field(default_factory=list)
     alive: list[object] = field(default_factory=list)
     originals: list[object] = field(default_factory=list)
@@ -64,13 +64,13 @@ class Parts:
 
 
 def pickle_by_name(file: Sink, value: object, *, in_band: bool = False) -> Parts:
-    """Pickle to a reader that has what the call brought; what has neither a number nor a name goes by value."""
-    # To ask for numbers takes 0.2 us for each object of a value, so it is not done where nothing has one.
+    """Pickle for a reader that has what the call brought; what has neither a number nor a name goes by value."""
+    # Asking for numbers takes 0.2 us for each object of a value, so it is left out if nothing has a number.
     base = _ByNumberPickler if originals.any_came() else _ByNamePickler
     try:
         return _pickle_with(base, dict(copyreg.dispatch_table), file, value, Parts(in_band))
-    except Exception:  # a lambda, a local class, or what a __reduce__ raises, which it will raise again
-        # What was written by name until it failed is worth nothing.
+    except Exception:  # a lambda, a local class, or an error of a __reduce__, which it will raise again
+        # What was written by name before the failure is useless.
         file.seek(0)
         file.truncate()
         return _by_value(_BackByValuePickler, file, value, Parts(in_band))
@@ -89,24 +89,24 @@ def _by_value(base: type[pickle.Pickler], file: Sink, value: object, parts: Part
 
 
 class _ByNamePickler(pickle.Pickler):
-    """One that can have a table of its own."""
+    """A pickler that can have a table of its own."""
 
 
 class _ByNumberPickler(pickle.Pickler):
-    """Knows the caller's own classes and functions."""
+    """A pickler that knows the caller's own classes and functions."""
 
     def reducer_override(self, obj: Any) -> Any:
-        kind = type(obj)  # it is asked for each object, so this is written out
+        kind = type(obj)  # asked for each object, so this is written out
         if kind is _FUNCTION or issubclass(kind, type) or kind in originals.kinds:
             return originals.reduce_or_refuse(obj) or NotImplemented
         return NotImplemented
 
 
 def _submodules(code: types.CodeType, top_level_dependencies: Iterable[object]) -> list[types.ModuleType]:
-    """Return the modules that code is likely to use as attributes of packages, which are among its dependencies.
+    """Return the submodules that code is likely to use as attributes of packages among its dependencies.
 
     They are imported where the code goes. cloudpickle finds the same, but looks at each module of the process for each
-    package: where torch is imported, that is nearly all of what a function takes to be pickled.
+    package: with torch imported, that is nearly all the time that pickling a function takes.
     """
     names = dict.fromkeys(code.co_names)
     modules = (value for value in top_level_dependencies if isinstance(value, types.ModuleType))
@@ -121,7 +121,7 @@ def _submodules(code: types.CodeType, top_level_dependencies: Iterable[object]) 
 
 
 def _with(function: Any, **others: object) -> Any:
-    """Return a function of cloudpickle's that finds others in place of some that are global there."""
+    """Return a function of cloudpickle's that finds ``others`` in place of some of its globals."""
     return types.FunctionType(
         function.__code__, function.__globals__ | others, function.__name__, function.__defaults__, function.__closure__
     )
@@ -132,7 +132,7 @@ def _parameters(function: Any) -> tuple[str, ...]:
 
 
 def _quick_reduce() -> Any:
-    """Return what reduces a function with the submodules that we find; as cloudpickle does where it has changed."""
+    """Return the reducer for functions that uses ``_submodules``; cloudpickle's own if that has changed there."""
     reduce = getattr(cloudpickle.Pickler, "_dynamic_function_reduce", None)
     state = getattr(cloudpickle.cloudpickle, "_function_getstate", None)
     find = getattr(cloudpickle.cloudpickle, "_find_imported_submodules", None)
@@ -143,14 +143,14 @@ def _quick_reduce() -> Any:
 
 
 class _ByValuePickler(cloudpickle.Pickler):
-    """Knows modules that are instances of a class of their own (``torch.backends.cudnn``, ``torch.ops``) by name."""
+    """A pickler that sends modules with a class of their own (``torch.backends.cudnn``, ``torch.ops``) by name."""
 
     parts: Parts
     cells: dict[int, types.CellType]
     _dynamic_function_reduce = _quick_reduce()
 
     def _function_getnewargs(self, func: Any) -> Any:
-        """Return what a function is made of; functions that share a variable get one cell, which they fill."""
+        """Return the parts of a function; functions that share a variable get one cell, which they fill."""
         found = super()._function_getnewargs(func)  # type: ignore[misc]
         if not found[-1]:
             return found
@@ -180,14 +180,14 @@ class _ByValuePickler(cloudpickle.Pickler):
         return reduced if again is reduced else self._known(obj, again)
 
     def _module(self, module: types.ModuleType) -> Any:
-        """Reduce one of a class of its own."""
+        """Reduce a module that has a class of its own."""
         name = getattr(module, "__name__", "")
         if sys.modules.get(name) is module:
             return importlib.import_module, (name,)
         return super().reducer_override(module)
 
     def _known(self, found: Any, reduced: Any) -> Any:
-        """Give a number to an object that is known for what it is, not for its content."""
+        """Give a number to an object that is known by its identity, not by its content."""
         if not originals.can_be_known(found):
             return reduced
         self.parts.originals.append(found)
@@ -208,7 +208,7 @@ class _ByValuePickler(cloudpickle.Pickler):
 
 
 class _BackByValuePickler(_ByValuePickler):
-    """What the caller has goes back by number all the same."""
+    """A pickler by value that still sends the caller's own objects by number."""
 
     def reducer_override(self, obj: Any) -> Any:
         is_known = _is_definition(obj) or type(obj) in originals.kinds
@@ -227,10 +227,10 @@ def _is_definition(obj: object) -> bool:
 
 
 def _pickle_with(base: type[pickle.Pickler], table: dict[Any, Any], file: Sink, value: object, parts: Parts) -> Parts:
-    """``table``: a plain dict, since pickle asks it for each object."""
+    """Pickle with ``base``. ``table`` must be a plain dict, since pickle looks into it for each object."""
     pickler: Any = base.__new__(base)
     pickler.parts, pickler.cells = parts, {}
-    pickler.dispatch_table = table | _storage_reducers(parts.alive)  # a pickler reads it when it is initialised
+    pickler.dispatch_table = table | _storage_reducers(parts.alive)  # a pickler reads it when it is initialized
     # The table is set first: C's pickler reads it once.
     pickler.__init__(file, protocol=5, buffer_callback=parts.stays_in_band)
     pickler.dump(value)
@@ -246,7 +246,7 @@ Reducers = dict[type, Callable[[Any], Reduction]]
 def _storage_reducers(alive: list[object]) -> Reducers:
     """Return the reducers of one pickling. They append to ``alive`` what must live until the buffers are written.
 
-    Empty unless torch is imported: what never saw torch holds no tensors.
+    Empty unless torch is imported: without it there are no tensors.
     """
     if "torch" not in sys.modules:
         return {}
@@ -278,7 +278,7 @@ def _storage_reducers(alive: list[object]) -> Reducers:
 def _to_cpu(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     import torch
 
-    # Waited for: a copy that is still on its way would be pickled half.
+    # Wait for it: a copy that is still in progress would be pickled half.
     return torch.empty(storage.nbytes(), dtype=torch.uint8).untyped_storage().copy_(storage, non_blocking=False)
 
 

@@ -1,7 +1,7 @@
-"""How objects travel by value that pickle and cloudpickle cannot send, or rebuild unlike the original.
+"""How to send objects by value that pickle and cloudpickle cannot send, or do not rebuild like the original.
 
-They stand at the top of scripts and notebooks. Elsewhere they are known by the name that they have in their module,
-which is what is right for the others, too: a class that went by value behaves as if the rank had imported it.
+They are defined at the top of scripts and notebooks. Elsewhere they are known by their name in their module, which is
+what is right for the others, too: a class that went by value behaves as if the rank had imported it.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ import cloudpickle.cloudpickle
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol.importable import is_importable
 
-_OLDEST = (3, 0)  # that of setup.cfg, which pip alone reads
+_OLDEST = (3, 0)  # the minimum in setup.cfg, which only pip reads
 if tuple(int(part) for part in cloudpickle.__version__.split(".")[:2]) < _OLDEST:
     raise ImportError(
         f"cloudpickle {cloudpickle.__version__} is too old for mlaunch, which needs {'.'.join(map(str, _OLDEST))} or "
         f"later: pip install -U cloudpickle"
     )
 
-# The body of a class looks names up by these, which find a global, too; cloudpickle looks for globals alone.
+# The body of a class looks up names by these opcodes, which find globals, too; cloudpickle knows only the opcodes for
+# globals.
 _LOADS = {"LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "LOAD_CLASSDEREF"}
-_OF_BODIES = {"__name__", "__qualname__", "__module__"}  # which each body reads, or sets
+_OF_BODIES = {"__name__", "__qualname__", "__module__"}  # that each body reads or sets
 Reduced = str | tuple[Any, ...]
 _MAKE_CLASS = getattr(cloudpickle.cloudpickle, "_make_skeleton_class", None)
 _MAKE_ENUM = getattr(cloudpickle.cloudpickle, "_make_skeleton_enum", None)
@@ -50,7 +51,7 @@ _CODE = (
     *("co_consts", "co_names", "co_varnames", "co_filename", "co_name", "co_qualname", "co_firstlineno"),
     *("co_linetable", "co_exceptiontable", "co_freevars", "co_cellvars"),
 )  # as its constructor takes them
-# Marks of dataclasses, which are compared by identity: else each field of a class that was sent has a default
+# Marks of dataclasses, which are compared by identity: otherwise each field of a class that was sent has a default
 # (cloudpickle#424).
 _MARKS: dict[type, Callable[[Any], Reduced]] = {
     type(vars(dataclasses)[name]): functools.partial(lambda name, _: name, name)
@@ -61,7 +62,10 @@ _of_code = operator.attrgetter(*(name for name in _CODE if hasattr(types.CodeTyp
 
 
 def of_function(function: types.FunctionType) -> Reduced | None:
-    """Reduce what ``torch.compile`` or ``functools.singledispatch`` made of a function to that; None: another one."""
+    """Reduce what ``torch.compile`` or ``functools.singledispatch`` made of a function to that function.
+
+    None if it is another kind of function.
+    """
     if function.__code__ is _DISPATCHER:
         return _reduce_dispatcher(function)
     original = function.__dict__.get("_torchdynamo_orig_callable")
@@ -70,19 +74,18 @@ def of_function(function: types.FunctionType) -> Reduced | None:
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
     closure = {name: cell.cell_contents for name, cell in cells}
     links = list(_chain(closure.get("callback")))
-    if not links:  # torch.compiler.disable's
+    if not links:  # from torch.compiler.disable
         return None
     fullgraph = getattr(closure.get("self"), "fullgraph", type(links[1]).__name__ == "ConvertFrameAssert")
-    # What torch.compile returns is a closure over locks of dynamo's. Ranks compile at their first call, as they would
-    # have.
+    # torch.compile returns a closure over locks of dynamo's. Ranks compile at their first call, as they would anyway.
     return _compile_again, (original, {**_backend(links[-1]), "dynamic": links[-1].dynamic, "fullgraph": fullgraph})
 
 
 def look_into_class_bodies(code: types.CodeType) -> None:
-    """Have cloudpickle send what the bodies of classes refer to that a function with this code makes."""
+    """Make cloudpickle send what is referred to by the bodies of classes that a function with this code defines."""
     wanted = dict.fromkeys(name for body in _bodies(code) for name in _names(body))
     if wanted and _find_globals is not None:
-        _find_globals(code).update(wanted)  # which it keeps, and takes when it pickles the function
+        _find_globals(code).update(wanted)  # cloudpickle keeps this, and uses it when it pickles the function
 
 
 def _bodies(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -99,7 +102,7 @@ def _names(body: types.CodeType) -> Iterator[str]:
 
 
 def _reduce_dispatcher(function: Any) -> Reduced | None:
-    """Reduce singledispatch's closure, whose cache has weak references in it; None: the rank can import it."""
+    """Reduce singledispatch's closure, whose cache has weak references in it; None if the rank can import it."""
     if cloudpickle.cloudpickle._should_pickle_by_reference(function):  # type: ignore[attr-defined]
         return None
     others = {name: value for name, value in vars(function).items() if name not in _OF_DISPATCHER}
@@ -115,7 +118,7 @@ def _register_again(function: Any, state: tuple[dict[type, Any], dict[str, Any]]
 
 
 def _chain(callback: Any) -> Iterator[Any]:
-    """Yield what dynamo has wrapped around a backend, and that at the end."""
+    """Yield what dynamo has wrapped around a backend, and then the backend."""
     while callback is not None:
         yield callback
         callback = getattr(callback, "_torchdynamo_orig_backend", getattr(callback, "_torchdynamo_orig_callable", None))
@@ -134,24 +137,24 @@ def _compile_again(original: Any, options: dict[str, Any]) -> Any:
 
 
 def is_own(kind: Any) -> bool:
-    """True if a type has a say in how its objects are pickled."""
+    """True if a type decides how its objects are pickled."""
     plain: Any = object
     return kind.__reduce__ is not plain.__reduce__ or kind.__reduce_ex__ is not plain.__reduce_ex__
 
 
 def of_name(found: object, reduced: Reduced) -> Reduced:
-    """Return how an object travels that reduces to its name: by that if the ranks can import it, else by value."""
+    """Return how to send an object that reduces to its name: by name if the ranks can import it, else by value."""
     module = getattr(found, "__module__", None)
     if not isinstance(reduced, str) or not isinstance(module, str):
         return reduced
     if is_known(module) and "<locals>" not in reduced:
         return reduced
-    state = getattr(found, "__getstate__", lambda: getattr(found, "__dict__", None))()  # Python 3.10 lacks object's
+    state = getattr(found, "__getstate__", lambda: getattr(found, "__dict__", None))()  # Python 3.10 has none in object
     return (cast(Any, copyreg).__newobj__, (type(found),), state)  # as for an object without a __reduce__
 
 
 def is_known(module: str) -> bool:
-    """True if ranks can import it, and are to."""
+    """True if ranks can import the module, and should."""
     by_value = cloudpickle.cloudpickle.list_registry_pickle_by_value()
     return module not in {"__main__", "__mp_main__"} and module not in by_value and is_importable(module)
 
@@ -168,7 +171,7 @@ def _cache_again(function: Any, parameters: dict[str, Any]) -> Any:
 
 
 def reduce_property(found: Any) -> Reduced:
-    """Reduce cached_property, and what is made of it, which has a lock before Python 3.12 (cloudpickle#438)."""
+    """Reduce cached_property and its subclasses, which have a lock before Python 3.12 (cloudpickle#438)."""
     return _property_again, (type(found),), {name: value for name, value in vars(found).items() if name != "lock"}
 
 
@@ -180,12 +183,12 @@ def _property_again(kind: Any) -> Any:
 
 
 def _reduce_weak_cache(cache: Any) -> Reduced:
-    """Reduce a dictionary with weak references; in the rank it keeps what something else there holds, as here."""
+    """Reduce a dictionary with weak references; the rank keeps an entry while something there holds it, as here."""
     return type(cache), (), None, None, iter(list(cache.items()))
 
 
 def _reduce_view(view: memoryview) -> Reduced:
-    """Reduce a memoryview, of which cloudpickle makes bytes."""
+    """Reduce a memoryview, which cloudpickle would turn into bytes."""
     data = view.tobytes()
     return _view_again, (data if view.readonly else bytearray(data), view.format, view.shape)
 
@@ -203,7 +206,7 @@ def _reduce_parameter(parameter: Any) -> Reduced:
 
 
 def _reduce_script(function: Any) -> Reduced:
-    """Reduce what ``torch.jit.script`` made of a function to that, and what ``trace`` made to its own code."""
+    """Reduce the result of ``torch.jit.script`` to its function, and the result of ``trace`` to its own code."""
     original = getattr(function, "_torchdynamo_inline", None)
     return _script_again, (original if _is_scripted(original, function) else None, function.save_to_buffer())
 
@@ -212,8 +215,8 @@ def _is_scripted(original: Any, function: Any) -> bool:
     import torch
 
     try:
-        return torch.jit.script(original) is function  # it is asked for what it has made
-    except Exception:  # there is no telling what cannot be compiled raises
+        return torch.jit.script(original) is function  # it is asked about its own result
+    except Exception:  # code that cannot be compiled may raise anything
         return False
 
 
@@ -229,20 +232,20 @@ def _script_again(original: Any, compiled: bytes) -> Any:
 
 
 def _reduce_code(code: types.CodeType) -> Reduced:
-    """Reduce code with the name of its file, which cloudpickle gives up from 3.1.3 on (cloudpickle#560)."""
+    """Reduce code with the name of its file, which cloudpickle drops from 3.1.3 on (cloudpickle#560)."""
     return types.CodeType, _of_code(code)
 
 
 def _reduce_text_file(file: io.TextIOWrapper) -> Reduced:
-    """Refuse an open file, of which cloudpickle would make a StringIO of its content, without a name."""
+    """Refuse an open file, which cloudpickle would turn into a StringIO of its content, without a name."""
     if file in {sys.stdout, sys.stderr}:
         return cast(Reduced, cloudpickle.cloudpickle._file_reduce(file))  # type: ignore[attr-defined]
-    # A StringIO would take writes in the rank that nobody sees.
+    # In the rank, a StringIO would take writes that nobody sees.
     raise TypeError("cannot pickle an open file")
 
 
 def table() -> dict[type, Callable[[Any], Reduced]]:
-    """Return the reducers by type; torch's only where it is loaded, without which there is no such object."""
+    """Return the reducers by type. Those for torch need torch to be loaded; without it there are no such objects."""
     found: dict[type, Callable[[Any], Reduced]] = {_CACHED: _reduce_cached, typing.ParamSpec: _reduce_parameter}
     found[io.TextIOWrapper] = _reduce_text_file
     found[types.CodeType] = _reduce_code
@@ -261,8 +264,11 @@ def table() -> dict[type, Callable[[Any], Reduced]]:
 
 
 class _ClassPlan(NamedTuple):
-    """How a class is made. ``maker``: that part of its metaclass which a rank imports; ``silent``: bases whose
-    ``__init_subclass__`` does not run; ``tracker``: under which cloudpickle knows the class."""
+    """How to make a class. ``maker``: the part of its metaclass that a rank imports.
+
+    ``silent``: bases whose ``__init_subclass__`` does not run; ``tracker``: the ID by which cloudpickle knows the
+    class.
+    """
 
     metaclass: Any
     maker: Any
@@ -274,20 +280,20 @@ class _ClassPlan(NamedTuple):
 
 
 def of_class(kind: Any, reduced: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return how a class travels by value, given cloudpickle's way: so that it is rebuilt like the original.
+    """Return how to send a class by value, from cloudpickle's way, so that it is rebuilt like the original.
 
-    What its metaclass and the hooks of its bases did when it was defined is in their own state, if they travel by
-    value themselves. So they do not run again: the keywords of the class statement are gone (cloudpickle#527), and a
-    registry would see the class twice. Those that a rank imports do run, as their registry there is the rank's own.
+    What its metaclass and the hooks of its bases did when it was defined is in their own state, if they go by value
+    themselves. So they do not run again: the keywords of the class statement are gone (cloudpickle#527), and a registry
+    would see the class twice. Those that a rank imports do run, because their registry there belongs to the rank.
 
     Raises:
-        TypeError: Such a one wants keywords.
+        TypeError: A hook that would run needs keywords.
     """
     make, args, (content, _), _, _, _ = reduced
     content = content | _overrides(kind)
     if make is _MAKE_ENUM:
         return _make_enum, (*args[:3], _members(kind), *args[4:6]), _enum_content(kind, content), None, None, _fill_enum
-    if make is not _MAKE_CLASS:  # another cloudpickle's
+    if make is not _MAKE_CLASS:  # by another version of cloudpickle
         return reduced
     metaclass, name, bases, namespace, tracker, _ = args
     maker = next(parent for parent in metaclass.__mro__ if not _goes_by_value(parent))
@@ -307,11 +313,11 @@ def _goes_by_value(kind: type) -> bool:
 
 
 def _refuse_keywords(kind: type, hook: Any, given: int, what: str) -> None:
-    """Raise TypeError if a hook wants more than the ``given`` arguments that each class statement gives it."""
+    """Raise TypeError if a hook needs more than the ``given`` arguments that each class statement gives it."""
     function = getattr(hook, "__func__", hook)
     if type(function) is not types.FunctionType:
         return
-    # By hand: inspect.signature takes a millisecond, and this is asked for each class of a call.
+    # Written by hand: inspect.signature takes a millisecond, and this runs for each class of a call.
     code, optional = function.__code__, len(function.__defaults__ or ())
     names = code.co_varnames[given : code.co_argcount - optional]
     names += code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
@@ -324,12 +330,12 @@ def _refuse_keywords(kind: type, hook: Any, given: int, what: str) -> None:
 
 
 def _body(kind: type) -> dict[str, Any]:
-    """Return what a class must have from the start: without ``__slots__`` it has none ever (cloudpickle#311)."""
+    """Return what a class must have from the start, as ``__slots__``, which cannot be added later (cloudpickle#311)."""
     body = {name: vars(kind)[name] for name in ("__slots__", "__orig_bases__") if name in vars(kind)}
-    if "<locals>" not in kind.__qualname__:  # which plain pickle refuses, and finds without
+    if "<locals>" not in kind.__qualname__:  # plain pickle refuses these, and finds the others
         body["__qualname__"] = kind.__qualname__
     slots = body.get("__slots__", ())
-    if iter(slots) is slots:  # it is used up
+    if iter(slots) is slots:  # it was an iterator, which is used up
         body["__slots__"] = tuple(name for name, value in vars(kind).items() if inspect.ismemberdescriptor(value))
     return body
 
@@ -342,7 +348,7 @@ def _overrides(kind: type) -> dict[str, Any]:
 
 
 def _make_class(plan: _ClassPlan) -> type:
-    """Return a class without its attributes, which may refer to it."""
+    """Return a class without its attributes, because they may refer to it."""
     bases = types.resolve_bases(plan.bases)
     body = plan.maker.__prepare__(plan.name, bases)
     body.update(plan.namespace)
@@ -359,7 +365,7 @@ def _make_class(plan: _ClassPlan) -> type:
 
 @contextlib.contextmanager
 def _silence(base: Any) -> Iterator[None]:
-    """For the length of a block, passes over the ``__init_subclass__`` of a base in this thread."""
+    """Skip a base's ``__init_subclass__`` in this thread, for the length of a block."""
     hook, thread = vars(base).get("__init_subclass__"), threading.get_ident()
     if hook is None:  # the base has no attributes yet
         yield
@@ -375,12 +381,12 @@ def _silence(base: Any) -> Iterator[None]:
         yield
     finally:
         type.__setattr__(base, "__init_subclass__", hook)
-        thread = -1  # for whoever still has it
+        thread = -1  # for other code that still has it
 
 
 def _fill_class(made: Any, content: dict[str, Any]) -> None:
-    """Give a class its attributes; its metaclass has no say in it, as it had for the original already."""
-    # To set __module__ deletes the line (Python 3.13).
+    """Give a class its attributes, past its metaclass, which has already acted on the original."""
+    # Setting __module__ deletes the line (Python 3.13).
     last = {name: content.pop(name) for name in ("__firstlineno__",) if name in content}
     registered = content.pop("_abc_impl", ())
     for name, value in (content | last).items():
@@ -395,7 +401,7 @@ def _fill_class(made: Any, content: dict[str, Any]) -> None:
 
 @frozen_record
 class _EnumMember:
-    """What a member of an enum is made of: its value, and the arguments for the type that it also is."""
+    """The content of an enum's member: its value, and the arguments for the type that it also is."""
 
     value: Any
     args: tuple[Any, ...]
@@ -439,7 +445,7 @@ def _new_member(cls: Any, made_of: Any) -> Any:
 
 
 def _leave(self: Any, *_: Any) -> None:
-    """Do as the ``__init__`` of an enum."""
+    """Do nothing, in place of the ``__init__`` of an enum."""
 
 
 def _fill_enum(made: Any, state: tuple[dict[str, Any], dict[str, dict[str, Any]]]) -> None:

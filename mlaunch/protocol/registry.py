@@ -1,4 +1,4 @@
-"""Where a user's running launches are found: a directory that is theirs alone, with a socket for each launch."""
+"""The registry of a user's running launches: a directory of that user only, with a socket for each launch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def candidates(environ: Mapping[str, str]) -> list[Path]:
     """Return the directories that a launch of this user may have chosen, the one for ``environ`` first.
 
     A notebook server may run with other variables than the shell in which its user looks for it. For the same reason
-    the last is a fixed place, not the temporary directory of the moment, which jobs change.
+    the last is a fixed place, not the current temporary directory, which jobs change.
     """
     uid = os.getuid()
     chosen = [Path(environ["XDG_RUNTIME_DIR"])] if environ.get("XDG_RUNTIME_DIR") else []
@@ -33,10 +33,10 @@ def candidates(environ: Mapping[str, str]) -> list[Path]:
 
 
 def home(environ: Mapping[str, str]) -> Path:
-    """Return where a launch with ``environ`` puts its socket."""
+    """Return the directory in which a launch with ``environ`` puts its socket."""
     if environ.get("XDG_RUNTIME_DIR"):
         return candidates(environ)[0]
-    # A login's own, where there is one: in /tmp somebody else may have made the directory first.
+    # The directory of the login if there is one: in /tmp another user may have made the directory first.
     usual, fixed = candidates(environ)[-2:]
     return usual if is_own_directory(usual.parent) else fixed
 
@@ -47,7 +47,7 @@ def name_of(launch_id: str, rank_start: int) -> str:
 
 
 def listen(environ: Mapping[str, str], launch_id: str) -> socket.socket:
-    """Make a listening socket for this launch. OSError if there can be none: a launch goes on without."""
+    """Make a listening socket for this launch. OSError if that is impossible: a launch continues without one."""
     directory = home(environ)
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700)
@@ -55,7 +55,7 @@ def listen(environ: Mapping[str, str], launch_id: str) -> socket.socket:
         unfinished, finished = _path(place, launch_id, _UNFINISHED), _path(place, launch_id, _SUFFIX)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            # Whoever finds a socket on which nobody listens takes it for one left behind, and removes it.
+            # A process that finds a socket on which nobody listens takes it for a leftover, and removes it.
             listener.bind(unfinished)
             try:
                 listener.listen(_BACKLOG)
@@ -70,23 +70,23 @@ def listen(environ: Mapping[str, str], launch_id: str) -> socket.socket:
 
 
 def remove(environ: Mapping[str, str], launch_id: str) -> None:
-    """Remove the launch's socket, if there is one, also one that was not finished; none on which somebody listens."""
+    """Remove the launch's sockets, if any, also an unfinished one, unless a process listens on them."""
     for suffix in (_SUFFIX, _UNFINISHED):
         with contextlib.suppress(OSError), opened(home(environ)) as place:
             _remove_if_dead(_path(place, launch_id, suffix))
 
 
 def connect(environ: Mapping[str, str], launch_id: str) -> socket.socket | None:
-    """Return a socket that is connected to this launch; None if it does not listen, or many wait for it already."""
+    """Return a socket that is connected to this launch; None if it does not listen, or its queue is full."""
     with contextlib.suppress(OSError), opened(home(environ)) as place:
         return _connect(_path(place, launch_id, _SUFFIX))
     return None
 
 
 def reach(environ: Mapping[str, str], name: str, patience: int) -> socket.socket | None:
-    """Return a socket that is connected to the launch of this name, wherever it has chosen; None as ``connect``.
+    """Return a socket that is connected to the launch of this name, in any directory; None as for ``connect``.
 
-    ``patience``: seconds that a queue of others may take.
+    ``patience``: seconds to wait for others in its queue.
     """
     for directory in candidates(environ):
         with contextlib.suppress(OSError), opened(directory) as place:
@@ -96,16 +96,16 @@ def reach(environ: Mapping[str, str], name: str, patience: int) -> socket.socket
 
 
 def _path(place: str, launch_id: str, suffix: str) -> str:
-    """Return the path of a launch's socket. OSError for an id that leads to another place."""
+    """Return the path of a launch's socket. OSError for an id that leads to another directory."""
     if os.path.basename(launch_id) != launch_id:
         raise OSError(errno.EINVAL, "no launch has such an id", launch_id)
     return f"{place}/{launch_id}{suffix}"
 
 
 def connections(environ: Mapping[str, str], patience: int = 0) -> Iterator[tuple[str, socket.socket]]:
-    """Yield (id, connected socket) of every running launch; sockets that a killed launch left behind are removed.
+    """Yield (id, connected socket) of every running launch. Remove sockets that a killed launch left behind.
 
-    A launch that has many visitors is left out, if it has not taken some of them after ``patience`` seconds.
+    A launch with many visitors is left out if it has not accepted some of them after ``patience`` seconds.
     """
     for directory in candidates(environ):
         try:
@@ -118,7 +118,7 @@ def connections(environ: Mapping[str, str], patience: int = 0) -> Iterator[tuple
                         _remove_if_old(f"{place}/{name}")
         except FileNotFoundError:
             continue
-        except OSError:  # somebody else's, where none of ours can be; unless it is the place for this environment
+        except OSError:  # another user's, without launches of this user; but it may be the place for this environment
             if directory == home(environ):
                 raise
 
@@ -143,7 +143,7 @@ def _connect(path: str, patience: int = 0) -> socket.socket | None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", patience, 0))
     try:
         connection.connect(path)
-    except ConnectionRefusedError:  # its owner is gone without a farewell
+    except ConnectionRefusedError:  # its owner ended without removing it
         with contextlib.suppress(FileNotFoundError):
             if stat.S_ISSOCK(os.lstat(path).st_mode):  # a file of another kind refuses, too
                 os.unlink(path)
@@ -158,14 +158,17 @@ def _connect(path: str, patience: int = 0) -> socket.socket | None:
 
 @contextlib.contextmanager
 def opened(directory: Path) -> Iterator[str]:
-    """Give a short path to the directory (a socket's may have 107 bytes); PermissionError unless it is ours alone."""
+    """Give a short path to the directory; PermissionError unless it belongs to this user only.
+
+    The path of a socket may have 107 bytes.
+    """
     with opened_fd(directory) as fd:
         yield f"/proc/self/fd/{fd}"
 
 
 @contextlib.contextmanager
 def opened_fd(directory: Path) -> Iterator[int]:
-    """Give a descriptor of the directory; errors as ``opened``."""
+    """Give a descriptor of the directory; errors as for ``opened``."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         status = os.fstat(fd)

@@ -1,4 +1,4 @@
-"""What ranks say to their agent and launcher: answers through queues, what they are doing through shared memory."""
+"""The ways from ranks to their agent and launcher: answers through queues, progress through shared memory."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from mlaunch.protocol.messages import Answer, DirectAnswer
 
 R = TypeVar("R")
 
-ANSWER_LIMIT = 2048  # bytes of a value inside an answer; a memory file for each cost more than a short call
-_LENGTH = struct.Struct("!i")  # as multiprocessing's connections have it
+ANSWER_LIMIT = 2048  # bytes of a value inside an answer; a memory file for each would cost more than a short call
+_LENGTH = struct.Struct("!i")  # as in multiprocessing's connections
 _CHUNK = 65536  # bytes: a pipe holds no more
 
 
 class ResultQueue(SimpleQueue[R]):
-    """A multiprocessing queue of answers that a rank killed in the middle of sending cannot harm.
+    """A multiprocessing queue of answers that a rank cannot damage if it is killed while it sends.
 
-    An answer is one write of far less than PIPE_BUF bytes, which the kernel takes whole or not at all. So no lock is
-    needed between writers, and there is none that a rank could die with.
+    An answer is one write of far less than PIPE_BUF bytes, which the kernel takes whole or not at all. So writers need
+    no lock, and there is none that a rank could die with.
     """
 
     _reader: Connection
@@ -37,17 +37,17 @@ class ResultQueue(SimpleQueue[R]):
     _poll: Callable[[], bool]
 
     def __init__(self, reader: Connection | None = None) -> None:  # not the parent's: its locks are in /dev/shm
-        """``reader``: the end of another process's queue, from which this one is to read; None: make a queue."""
+        """Read from ``reader``, the end of another process's queue; None: make a queue."""
         if reader is None:
             self._reader, self._writer = multiprocessing.Pipe(duplex=False)
             self._writer_fd = self._writer.fileno()
         else:
             self._reader = reader
-        self._rest = b""  # of what was read: the beginning of an answer
+        self._rest = b""  # the beginning of an answer that was read in part
         self._reader_fd = self._reader.fileno()
         self._waiting = select.poll()
         self._waiting.register(self._reader_fd, select.POLLIN)
-        self._rlock = contextlib.nullcontext()  # one process reads
+        self._rlock = contextlib.nullcontext()  # only one process reads
         self._wlock = None
         self._poll = self._reader.poll
 
@@ -58,14 +58,13 @@ class ResultQueue(SimpleQueue[R]):
         return self._writer_fd
 
     def put(self, obj: R) -> None:
-        """Sends an answer, pickled as it is: it holds nothing that multiprocessing pickles in ways of its own."""
+        """Send an answer, pickled as it is: it holds nothing that needs multiprocessing's own ways of pickling."""
         data = pickle.dumps(obj)
-        # One write, below PIPE_BUF: the kernel takes it whole, so a rank that is killed while it sends leaves no
-        # half.
+        # One write, below PIPE_BUF: the kernel takes it whole, so a rank that is killed while it sends leaves no half.
         os.write(self._writer_fd, _LENGTH.pack(len(data)) + data)
 
     def drain(self) -> list[R]:
-        """Returns what has arrived, without waiting. EOFError: nothing will, since all writers are gone."""
+        """Return what has arrived, without waiting. EOFError if nothing more can arrive, since all writers are gone."""
         answers: list[R] = []
         read = _CHUNK
         while read == _CHUNK and self._waiting.poll(0):
@@ -77,7 +76,7 @@ class ResultQueue(SimpleQueue[R]):
         return answers
 
     def _split(self, data: bytes, answers: list[R]) -> bytes:
-        """Adds the answers that have come whole; returns what is left."""
+        """Add the complete answers to ``answers``; return the remaining bytes."""
         at = 0
         while at + _LENGTH.size <= len(data):
             (size,) = _LENGTH.unpack_from(data, at)
@@ -89,15 +88,15 @@ class ResultQueue(SimpleQueue[R]):
         return data[at:]
 
     def close_reader(self) -> None:
-        """Leaves the reading to the one process that does it; called in a writer."""
+        """Close the reading end; called in a writer, because only one process reads."""
         self._reader.close()
 
     def leave_reader(self) -> None:
-        """Leaves the closing of the reading end to who has given it."""
+        """Give up the reading end without closing it, because its giver closes it."""
         self._reader._handle = None  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """Closes both ends, where it was made."""
+        """Close both ends, in the process that made the queue."""
         self._reader.close()
         self._writer.close()
 
@@ -105,8 +104,8 @@ class ResultQueue(SimpleQueue[R]):
 class Results:
     """The queues and the board of one launch; made by its agent before the ranks are forked.
 
-    ``stay``: the ranks do. Then there is a second queue, from which their launcher reads, so that short calls need not
-    wake the agent.
+    ``stay``: the ranks stay between calls. Then there is a second queue, from which their launcher reads, so that short
+    calls need not wake the agent.
     """
 
     def __init__(self, ranks: int, *, stay: bool = False) -> None:
@@ -116,12 +115,12 @@ class Results:
         self._all_there = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if stay else -1
 
     def ways(self) -> list[int]:
-        """Returns the descriptors that a rank answers on."""
+        """Return the descriptors on which a rank answers."""
         launchers = [] if self.to_launcher is None else [self.to_launcher.writer_fileno(), self._all_there]
         return [self.queue.writer_fileno(), *launchers]
 
     def answer(self, answer: Answer, *, direct: bool) -> None:
-        """Sends the agent an answer; ``direct``: to a call that its launcher has sent."""
+        """Send the agent an answer; ``direct``: to a call that the launcher itself has sent."""
         if direct and self.to_launcher is not None:
             self.board.note_done(answer.local_rank, answer.number)
         self.queue.put(answer)
@@ -129,30 +128,30 @@ class Results:
             self._wake_launcher(answer.number)
 
     def answer_launcher(self, answer: DirectAnswer) -> None:
-        """Sends the launcher a small value, for a call that it has sent."""
+        """Send the launcher a small value, for a call that it has sent."""
         if self.to_launcher is not None:
             rank, number, _, _ = answer
             self.board.note_done(rank, number)
-            # Before it is sent: the agent, which sleeps meanwhile, must never find an answer given that is not noted.
+            # Before it is sent: the agent, which sleeps meanwhile, must never find an answer that is not noted.
             self.board.note_answer(rank, number)
             self.to_launcher.put(answer)
             self._wake_launcher(number)
 
     def _wake_launcher(self, number: int) -> None:
-        """Wakes it once, when all are there: the last rank does, however it answers."""
+        """Wake the launcher once, when all ranks have answered: the last rank does it, however it answers."""
         if self.board.all_done(number):
             os.eventfd_write(self._all_there, 1)
 
     def offered(self) -> list[int]:
-        """Returns what the launcher gets: ``BoardFds``."""
+        """Return the descriptors that the launcher gets: ``BoardFds``."""
         return [self.board.fd, *([self.to_launcher.fileno(), self._all_there] if self.to_launcher is not None else [])]
 
     def close_offered(self) -> None:
-        """Leaves that end to the launcher."""
+        """Close the reading end that only the launcher uses."""
         if self.to_launcher is not None:
             self.to_launcher.close_reader()
 
     def close(self) -> None:
-        """Lets go of the queue and the board of ranks that do not stay."""
+        """Close the queue and the board of ranks that do not stay."""
         self.queue.close()
         self.board.close()

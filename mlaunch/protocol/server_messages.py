@@ -1,4 +1,4 @@
-"""What a fork server is asked for and says, what it asks of an agent that has served a launch, and which fds go along.
+"""The records between launchers, a fork server and the agents that it keeps, with the descriptors that go along.
 
 launcher -> fork server   CountDevices, StartLaunch, PrepareNext, Retire   (a seqpacket socket, with file descriptors)
 fork server -> launcher   Ready or NotReady
@@ -15,36 +15,36 @@ from typing import NamedTuple
 
 from mlaunch.base.frozen_record import frozen_record
 
-COUNT_TIMEOUT = 300  # seconds: a driver that has to be loaded, for many devices, takes some of them
+COUNT_TIMEOUT = 300  # seconds: loading a driver for many devices takes some of them
 
 
 @frozen_record
 class Ready:
-    """What the fork server's torch offers. ``accelerator`` is the kind it was built for, None for a CPU build.
+    """The facts about the fork server's torch. ``accelerator`` is the kind it was built for, None for a CPU build.
 
-    ``lacks``: what mlaunch takes of it and it has not, in a sentence.
+    ``lacks``: what mlaunch needs and this torch does not have, in a sentence.
     """
 
     torch_version: str
     accelerator: str | None
     backends: tuple[str, ...]
-    own_backend: str | None = None  # the one that torch takes for tensors of that kind
+    own_backend: str | None = None  # the backend that torch uses for tensors of that kind
     runtime: str | None = None  # whose variables hide devices: "rocm" where the kind is "cuda"
     lacks: str = ""
 
 
 @frozen_record
 class NotReady:
-    """Why the fork server cannot serve: the traceback of an import that failed, or one line that says it all."""
+    """The reason why the fork server cannot serve: the traceback of a failed import, or one complete line."""
 
     reason: str
 
 
 @frozen_record
 class CountDevices:
-    """Asks how many accelerators the environment in the attached memfd shows; answered on the attached socket.
+    """A request to count the accelerators that the environment in the attached memfd shows.
 
-    ``named``: and which these are.
+    The answer comes on the attached socket. ``named``: it must also say which they are.
     """
 
     named: bool = False
@@ -52,7 +52,10 @@ class CountDevices:
 
 @frozen_record
 class DeviceCount:
-    """``error`` is empty unless the driver could not be asked. ``names``: which they are, whoever numbers them."""
+    """The answer to CountDevices. ``error`` is empty unless the driver could not be asked.
+
+    ``names``: which devices they are, whatever numbers they have.
+    """
 
     count: int
     error: str = ""
@@ -61,7 +64,7 @@ class DeviceCount:
 
 @frozen_record
 class Retire:
-    """Asks the fork server to end once its running launches have."""
+    """A request to the fork server to end once its running launches have ended."""
 
 
 @frozen_record
@@ -71,10 +74,10 @@ class Free:
 
 @frozen_record
 class ServeNext:
-    """Asks a free agent to serve one more launch.
+    """A request to a free agent to serve one more launch.
 
-    Attached: ``LaunchFds``; what its processes hold of its devices. ``prepares``: it is to be prepared, so there is no
-    call memfd.
+    Attached: ``LaunchFds``, and what its processes hold of its devices. ``prepares``: the launch is to be prepared, so
+    there is no call memfd.
     """
 
     prepares: bool = False
@@ -82,10 +85,10 @@ class ServeNext:
 
 @frozen_record
 class StartLaunch:
-    """Starts a launch. Attached: ``StartFds``. ``held``: how many descriptors of those its processes are to hold.
+    """A request to start a launch. Attached: ``StartFds``. ``held``: how many of them its processes must hold.
 
-    ``more``: others like it may follow, for which its agent can stay. ``directory``: removed when its agent is gone,
-    who does that unless it is killed; "": none. ``grace_period``: seconds that its ranks have to end in.
+    ``more``: similar launches may follow, for which its agent can stay. ``directory``: removed once its agent is gone;
+    the agent does that unless it is killed; "": none. ``grace_period``: seconds in which its ranks must end.
     """
 
     more: bool = False
@@ -96,10 +99,10 @@ class StartLaunch:
 
 @frozen_record
 class PrepareNext:
-    """Asks for a launch like the last one, once none has run for a moment. Attached: its socket.
+    """A request for a launch like the last one, once none has run for a moment. Attached: its socket.
 
-    If there are more descriptors, they are ``LikeFds``, for one that is like these instead. ``soon``: while others run,
-    too: its call waits for what they have.
+    If there are more descriptors, they are ``LikeFds``, for a launch like these instead. ``soon``: also while others
+    run, because its call waits for what they hold.
     """
 
     soon: bool = False
@@ -109,7 +112,10 @@ class PrepareNext:
 
 
 class LaunchFds(NamedTuple):
-    """Of ServeNext, and the first of StartLaunch: what a launch begins with. They are the agent's by then."""
+    """The descriptors of ServeNext, and the first of StartLaunch: what a launch begins with.
+
+    The agent owns them from then on.
+    """
 
     spec: int  # a memfd
     call: int | None  # a memfd; None: the launch is to be prepared, and its call comes by the socket
@@ -119,19 +125,19 @@ class LaunchFds(NamedTuple):
 
     @property
     def there(self) -> list[int]:
-        """Return those that there are."""
+        """Return the descriptors that exist."""
         return [fd for fd in self if fd is not None]
 
     @classmethod
     def of(cls, fds: Sequence[int], *, prepares: bool) -> tuple[LaunchFds, Sequence[int]]:
-        """Name what came, and return the rest. ``prepares``: there is no memfd of a call among them."""
+        """Name the descriptors that came, and return the rest. ``prepares``: no memfd of a call is among them."""
         count = len(cls._fields) - prepares
         spec, *others = fds[:count]
         return cls(spec, None if prepares else others.pop(0), *others), fds[count:]
 
 
 class StartFds(NamedTuple):
-    """Of StartLaunch."""
+    """The descriptors of StartLaunch."""
 
     launch: LaunchFds
     following: int | None  # the socket of the launch that is to be prepared next
@@ -139,14 +145,14 @@ class StartFds(NamedTuple):
 
     @classmethod
     def of(cls, fds: Sequence[int], held: int) -> StartFds:
-        """Name what came. ``held``: how many the record says."""
+        """Name the descriptors that came. ``held``: how many the record says."""
         own, first_held = len(LaunchFds._fields), len(fds) - held
         following = fds[own] if own < first_held else None
         return cls(LaunchFds(*fds[:own]), following, fds[first_held:])
 
 
 class LikeFds(NamedTuple):
-    """What the next launch is to be like; of PrepareNext, if that is not the last one."""
+    """The descriptors of PrepareNext, if the next launch is not like the last one."""
 
     spec: int  # a memfd
     stdout: int
@@ -154,21 +160,21 @@ class LikeFds(NamedTuple):
 
 
 class DirectFds(NamedTuple):
-    """By which ranks that stay answer their launcher directly."""
+    """The descriptors by which ranks that stay answer their launcher directly."""
 
-    answers: int  # the end of the queue on which they do
-    all_there: int  # can be read once all have
+    answers: int  # the end of the queue on which they answer
+    all_there: int  # can be read once all have answered
 
 
 class BoardFds(NamedTuple):
-    """Of RanksStarting."""
+    """The descriptors of RanksStarting."""
 
     board: int
     direct: DirectFds | None  # None: the ranks do not stay
 
     @classmethod
     def of(cls, fds: Sequence[int]) -> BoardFds:
-        """Name what came."""
+        """Name the descriptors that came."""
         return cls(fds[0], DirectFds(*fds[1:]) if fds[1:] else None)
 
 

@@ -1,7 +1,7 @@
-"""The settings of a caller's process that are no variables, and that a fork of it would have: its ranks take them over.
+"""The settings of a caller's process that are not variables, and that its forks would have. Its ranks take them over.
 
-Torch's and numpy's are looked at where they are imported. Most are what they were when the process began; of these
-nothing is sent.
+Those of torch and numpy are only read if these are imported. Most settings are as they were when the process began, and
+are not sent.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SCORE = Path("/proc/self/oom_score_adj")
 # Machines of an engine keep what their system gives to a process, and take over the rest.
 _OF_THE_MACHINE = {"nice", "affinity", "limits", "score", "slack"}
 _NUMPY = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
-# By name: the settings of torch with what they are at first.
+# The settings of torch by name, with their first values.
 _TORCH: Mapping[str, object] = {
     "dtype": "float32",
     "deterministic": (False, False),
@@ -52,8 +52,8 @@ _FLAGS: Mapping[tuple[str, str], bool] = {
 
 
 def of_this_process() -> Settings:
-    """Return what a rank has to ``apply``."""
-    # A tenth of a millisecond of each call, all together.
+    """Return the settings that a rank must ``apply``."""
+    # All together, they take a tenth of a millisecond of each call.
     found = _of_the_system() | {"locale": locale.setlocale(locale.LC_ALL), "filters": _warning_filters()}
     if "numpy" in sys.modules:
         import numpy as np
@@ -65,17 +65,17 @@ def of_this_process() -> Settings:
 
 
 def of_the_program() -> Settings:
-    """Return those that hold on any machine: not what the system of this one gives to a process."""
+    """Return the settings that hold on any machine, without those that this machine's system gives to a process."""
     return without_the_machines(of_this_process())
 
 
 def without_the_machines(settings: Settings) -> Settings:
-    """Return those of them that hold on any machine."""
+    """Return those of these settings that hold on any machine."""
     return tuple(one for one in settings if one[0] not in _OF_THE_MACHINE)
 
 
 def inherited() -> Settings:
-    """Return those of them that any child of this process has from the system."""
+    """Return the settings that any child of this process inherits from the system."""
     return tuple(_of_the_system().items())
 
 
@@ -91,19 +91,19 @@ def _of_the_system() -> dict[str, object]:
 
 
 def apply(settings: Settings) -> None:
-    """Take over what differs here. What the system does not allow is left as it is."""
+    """Take over the settings that differ here. Leave out what the system does not allow."""
     for name, value in settings:
         with contextlib.suppress(OSError, ValueError, locale.Error):
             _APPLY[name](value)
 
 
 def _umask() -> int:
-    """Return it as the kernel tells it: to ask for it is to change it, for all threads."""
+    """Return the umask as the kernel shows it: asking for it with ``umask`` changes it, for all threads."""
     with contextlib.suppress(OSError):
         found = _UMASK.search(Path("/proc/self/status").read_text(encoding="utf-8", errors="replace"))
         if found:
             return int(found[1], 8)
-    mask = os.umask(0o077)  # there is no /proc: for a moment, files of other threads are this user's alone
+    mask = os.umask(0o077)  # there is no /proc: for a moment, files of other threads are this user's only
     os.umask(mask)
     return mask
 
@@ -145,7 +145,7 @@ def _set_locale(value: str) -> None:
 
 
 def _of_torch() -> dict[str, object]:
-    """Return what is not as torch has it at first."""
+    """Return torch's settings that differ from their first values."""
     import torch
     import torch.multiprocessing
 
@@ -180,7 +180,7 @@ def _backend(name: str) -> Any:
 def _flag(backend: str, name: str) -> object:
     try:
         value = getattr(_backend(backend), name)
-    except (AttributeError, RuntimeError):  # this torch has none, or it was set in torch's other way
+    except (AttributeError, RuntimeError):  # this torch does not have it, or it was set in torch's other way
         return _FLAGS[backend, name]
     return value if isinstance(value, bool) else _FLAGS[backend, name]
 
@@ -222,11 +222,11 @@ def _set_timer_slack(nanoseconds: int) -> None:
 
 
 def _warning_filters() -> tuple[tuple[object, ...], ...]:
-    """Return the filters of warnings, less those of classes that are the script's own."""
+    """Return the warning filters, without those for classes that are defined in the script."""
     return tuple(
         (action, _pattern(text), f"{kind.__module__}:{kind.__qualname__}", _pattern(module), line)
         for action, text, kind, module, line in warnings.filters[:_MOST_FILTERS]
-        # A rank has no __main__ of the script's yet, when filters are set.
+        # When filters are set, the rank has not imported the script's __main__ yet.
         if isinstance(kind, type) and kind.__module__ != "__main__"
     )
 
@@ -236,7 +236,7 @@ def _pattern(found: re.Pattern[str] | str | None) -> tuple[str, int] | str | Non
 
 
 def _set_warning_filters(value: tuple[tuple[Any, ...], ...]) -> None:
-    """Take over what differs here."""
+    """Take over the filters that differ here."""
     if value == _warning_filters():
         return
     found = []
@@ -260,7 +260,7 @@ def _warning_class(name: str) -> object:
 
 
 def _held_by(module: str, qualname: str) -> object:
-    """Return what a module that is imported holds under this name, or None."""
+    """Return the object with this name in a module that is imported, or None."""
     found: Any = sys.modules.get(module)
     for part in qualname.split("."):
         found = getattr(found, part, None)
@@ -268,7 +268,7 @@ def _held_by(module: str, qualname: str) -> object:
 
 
 class _LaterWarning(type):
-    """Stands for a class of warnings whose module is not imported: to import IPython, say, takes half a second."""
+    """A placeholder for a class of warnings whose module is not imported: IPython's import takes half a second."""
 
     def __subclasscheck__(cls, other: type) -> bool:
         found = _held_by(cls.__module__, cls.__qualname__)

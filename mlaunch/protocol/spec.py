@@ -1,4 +1,4 @@
-"""What a launch is, on one machine: written by the launcher, read by agent and ranks."""
+"""The description of a launch on one machine: written by the launcher, read by agent and ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlaunch.protocol.settings import Settings
 
 
 def new_launch_id() -> str:
-    """Return one that no other launch has."""
+    """Return an ID that no other launch has."""
     return os.urandom(6).hex()
 
 
@@ -27,19 +27,19 @@ class Context:
     argv: tuple[str, ...]
     main_file: str | None  # __main__.__file__
     main_name: str | None  # of the module that python -m runs
-    caller: int  # its pid
+    caller: int  # the caller's pid
     settings: Settings = ()
-    source: str = ""  # what has called, for people: "train.py", "In[3] of tour.ipynb"
-    authkey: bytes = field(default=b"", repr=False)  # of its multiprocessing, with which managers know their own
+    source: str = ""  # where the call was made, for people: "train.py", "In[3] of tour.ipynb"
+    authkey: bytes = field(default=b"", repr=False)  # of its multiprocessing, by which managers recognize their own
     of_call: tuple[str, ...] = ()  # variables that only the call knows, and no launch that was prepared for it
-    given: str = ""  # the arguments of a call that goes on by itself, for people: "lr=0.1, width=64"
+    given: str = ""  # the arguments of a call that continues by itself, for people: "lr=0.1, width=64"
 
 
 @frozen_record
 class Target:
-    """What ranks run in place of a function that a call brings.
+    """The work of ranks in place of a function that a call brings.
 
-    ``feature``: whose ``rank.py`` has the rank that runs it; ``work``: what that feature knows of it.
+    ``feature``: its ``rank.py`` has the rank that does the work; ``work``: the feature's own description of it.
     """
 
     feature: str
@@ -48,14 +48,14 @@ class Target:
     run_id: str
     error_dir: str  # for the files that torch's ``record`` writes; "": one of the agent's own, in ``temporary``
     temporary: str = "/tmp"
-    of_python: bool = True  # False: of what its ranks become, no stacks can be asked for
-    role_start: int | None = None  # of local rank 0 among all ranks with this role; None: its global rank
-    role_size: int | None = None  # the number of those; None: all ranks
+    of_python: bool = True  # False: its ranks become programs that cannot be asked for stacks
+    role_start: int | None = None  # the rank of local rank 0 among all ranks with this role; None: its global rank
+    role_size: int | None = None  # the number of ranks with this role; None: all ranks
 
 
 @frozen_record
 class Agreed:
-    """What the machines of a launch agree on when all have joined, as one of them hears it."""
+    """The facts that the machines of a launch agree on when all have joined, as one of them receives them."""
 
     launch_id: str
     attempt: int  # from 0
@@ -77,25 +77,25 @@ class Rendezvous:
     token: str | None = field(repr=False)
     join_timeout: float
     heartbeat_timeout: float
-    by_engine: bool = False  # whose caller hears all machines; else each has a caller of its own
+    by_engine: bool = False  # one caller receives from all machines; else each machine has a caller of its own
     store_limit: int | None = None  # bytes; None: no bound
 
 
 @frozen_record
 class Nodes:
-    """Which of its launch's machines this one is, and how it reaches the others."""
+    """The place of this machine in its launch, and how it reaches the other machines."""
 
     rank: int = 0
     count: int = 1
-    guessed: bool = False  # so are rank_start and world_size, until all machines have told their sizes
-    interface: str = "lo"  # on which the ranks talk; "": not known
+    guessed: bool = False  # rank_start and world_size are guesses, too, until all machines have sent their sizes
+    interface: str = "lo"  # on which the ranks talk; "": unknown
 
 
 @frozen_record
 class RankDevices:
-    """What the ranks of one machine run on, one each."""
+    """The devices of one machine's ranks, one each."""
 
-    type: str  # "": what a command does with devices is not known
+    type: str  # "": it is unknown what a command does with devices
     visible: str | None = None  # as the machine names them, with commas; None: there are none to choose from
     backend: str = ""
 
@@ -110,18 +110,18 @@ class Restarts:
 
 @frozen_record
 class CallFacts:
-    """What of a launch may be known only with its call, for which its ranks wait. Times in seconds."""
+    """Facts about a launch that may be unknown until its call comes. Times in seconds."""
 
     name: str  # for people: "train()", or a command, "train.py"
     deadline: float | None  # as the user gave it
     time_left: float | None = None  # of the deadline, when this attempt begins; None: all of it
     seed: int | str | None = None  # see mlaunch.seeding
-    rank0_only: bool = False  # the caller wants the value of rank 0 alone
+    rank0_only: bool = False  # the caller wants only the value of rank 0
 
 
 @frozen_record
 class Details:
-    """What of a launch may be known only with its call; see LaunchSpec."""
+    """The details of a launch that may be unknown until its call comes; see LaunchSpec."""
 
     call: CallFacts
     argv: tuple[str, ...]
@@ -129,7 +129,7 @@ class Details:
     source: str = ""
     given: str = ""
     environ: Mapping[str, str] = field(default_factory=dict)  # more variables of its ranks
-    held: int = 0  # descriptors that its processes are to hold
+    held: int = 0  # how many descriptors its processes must hold
 
 
 @frozen_record
@@ -145,13 +145,13 @@ class LaunchSpec:
     timeout: float | None
     grace_period: float
     restarts: Restarts
-    port: int  # of the rendezvous; 0: chosen by the system
+    port: int  # of the rendezvous; 0: the system chooses it
     torch_version: str
     secret: str = field(repr=False)  # signs what ranks pickle for each other
     context: Context
-    cluster: Rendezvous | None = None  # None: a launch on this machine alone
+    cluster: Rendezvous | None = None  # None: a launch on this machine only
     nodes: Nodes = field(default_factory=Nodes)
-    prepared: bool = False  # before its call: the ranks wait for it, and learn the details with it
+    prepared: bool = False  # the launch starts before its call: the ranks wait for it, and get the details with it
     stays: bool = False  # the ranks stay between calls, which are sent one after the other
     target: Target | None = None  # None: ranks receive a function
     sections: Mapping[str, object] = field(default_factory=dict)  # by feature: what its parts elsewhere need
@@ -164,11 +164,11 @@ class LaunchSpec:
 
     @property
     def seconds(self) -> float | None:
-        """Return what is left of the deadline when this attempt begins."""
+        """Return the seconds that are left of the deadline when this attempt begins."""
         return self.call.deadline if self.call.time_left is None else self.call.time_left
 
     def device(self, local_rank: int) -> str:
-        """Return "cpu", or the device as the machine numbers it, "cuda:2"; "" where that is not known."""
+        """Return "cpu", or the device with the machine's number for it, "cuda:2"; "" if it is unknown."""
         if self.devices.type in {"cpu", ""}:
             return self.devices.type
         shown = self.devices.visible.split(",") if self.devices.visible else []
@@ -178,7 +178,7 @@ class LaunchSpec:
         return self.piped[local_rank] if self.piped else ()
 
     def called(self, **facts: Any) -> LaunchSpec:
-        """Return it with other facts of its call."""
+        """Return a copy with other facts about its call."""
         return dataclasses.replace(self, call=dataclasses.replace(self.call, **facts))
 
     def rank(self, local_rank: int) -> int:
@@ -186,7 +186,7 @@ class LaunchSpec:
 
 
 def details_of(spec: LaunchSpec, held: int = 0) -> Details:
-    """Return a launch's details. ``held``: descriptors that its processes are to hold."""
+    """Return a launch's details. ``held``: how many descriptors its processes must hold."""
     context = spec.context
     environ = {name: context.environ[name] for name in context.of_call}
     return Details(spec.call, context.argv, context.settings, context.source, context.given, environ, held)
@@ -202,6 +202,9 @@ def with_details(spec: LaunchSpec, details: Details) -> LaunchSpec:
 
 
 def shape_of(spec: LaunchSpec) -> LaunchSpec:
-    """Return the launch less its details and what is its own: of two that are equal then, one can serve the other."""
+    """Return the launch without its details and identity.
+
+    If two shapes are equal, one launch can serve for the other.
+    """
     bare = with_details(spec, Details(CallFacts("", None), ()))
     return dataclasses.replace(bare, launch_id="", secret="")

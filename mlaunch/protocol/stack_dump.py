@@ -1,11 +1,11 @@
 """The Python stacks that a rank writes on request.
 
-A rank's faulthandler answers a signal of its own by writing the stack of its main thread into a pipe. That works
-while the rank waits in C or holds the interpreter lock, and leaves alone what handlers user code has installed.
+A rank's faulthandler answers a signal of its own by writing the stack of its main thread into a pipe. That works while
+the rank waits in C or holds the interpreter lock, and does not touch the handlers that user code has installed.
 
-Another signal makes it write those of all threads. It reads them without the interpreter lock: a thread that runs
-Python meanwhile may take away the frames that are read, and then the rank dies of SIGSEGV. So it is for those who ask
-for it.
+Another signal makes it write the stacks of all threads. It reads them without the interpreter lock: a thread that runs
+Python meanwhile may take away the frames that are read, and then the rank dies of SIGSEGV. So it is only used on
+request.
 """
 
 from __future__ import annotations
@@ -24,29 +24,30 @@ STACKS_TIMEOUT = 0.3  # seconds for all ranks together
 STATES = {"T": "it was stopped by a signal", "t": "a debugger holds it", "D": "it waits in the kernel"}
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\S+) in (?P<name>.*)$')
 _HEAD = "(most recent call first):"
-_CUT = "  ..."  # below its hundredth frame
+_CUT = "  ..."  # written below its hundredth frame
 _ESCAPE = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U00(?:0[0-9a-f]|10)[0-9a-f]{4})")
 
 
 def answer_requests(fd: int) -> None:
     """Make this rank's faulthandler answer the signals from now on, by writing into ``fd``.
 
-    It must not block: a full pipe costs the end of a stack, not the rank. Only the main thread may call this.
+    ``fd`` must not block: then a full pipe costs the end of a stack, not the rank. Only the main thread may call this.
     """
     for number, all_threads in ((STACK_SIGNAL, False), (ALL_STACKS_SIGNAL, True)):
-        faulthandler.unregister(number)  # else what it is chained to would not change
+        faulthandler.unregister(number)  # otherwise what it is chained to would not change
         signal.signal(number, signal.SIG_IGN)
-        # Only a chained handler puts errno back: without, a failed system call of the user's that the signal meets
-        # raises OSError(0, 'Error'). A second signal is not held back meanwhile, so whoever asks sees to that.
+        # Only a chained handler restores errno: otherwise a failed system call of the user's that the signal interrupts
+        # raises OSError(0, 'Error'). A second signal is not held back meanwhile, so the process that asks must not send
+        # one.
         faulthandler.register(number, file=fd, all_threads=all_threads, chain=True)
 
 
 def in_letters(text: str) -> str:
-    """Return what faulthandler has written with the names of files and functions as they are: it writes ASCII.
+    """Return faulthandler's text, which is ASCII, with the names of files and functions as they are.
 
-    What cannot be printed stays as it is written, be it the end of a line or what is no text (PEP 383).
+    Escapes that cannot be printed stay, for example the end of a line or bytes that are no text (PEP 383).
     """
-    # Needed to find our own frames below a directory like "Jörg", too.
+    # Needed to find mlaunch's own frames below a directory like "Jörg", too.
     return _ESCAPE.sub(_letter, text)
 
 
@@ -56,16 +57,17 @@ def _letter(escape: re.Match[str]) -> str:
 
 
 def is_whole(text: str) -> bool:
-    """True if the main thread is written down to the bottom of its stack; faulthandler writes it last.
+    """True if the main thread's stack is complete; faulthandler writes it last.
 
-    It writes a line in pieces: only one that has its end counts. What precedes the head is an earlier stack's end.
+    faulthandler writes a line in pieces, so only a line with its end counts. Text before the head is the end of an
+    earlier stack.
     """
     _, head, lines = text[: text.rfind("\n") + 1].rpartition(_HEAD)
     return bool(head) and (mentions_bottom(lines) or lines.endswith(f"\n{_CUT}\n"))
 
 
 def text_of(frames: Sequence[tuple[str, str, str]]) -> str:
-    """Return (file, line, name) of frames, innermost first, as faulthandler writes them."""
+    """Return (file, line, name) of frames, innermost first, in faulthandler's format."""
     rows = (f'  File "{file}", line {line} in {name}\n' for file, line, name in frames)
     return "".join((f"Stack {_HEAD}\n", *rows))
 
@@ -73,7 +75,7 @@ def text_of(frames: Sequence[tuple[str, str, str]]) -> str:
 def main_frames(text: str) -> list[tuple[str, str, str]]:
     """Return (file, line, name) of the main thread's frames above the launcher's, innermost first."""
     frames: list[tuple[str, str, str]] = []
-    for row in text[: text.rfind("\n") + 1].splitlines():  # the last line may be there in part
+    for row in text[: text.rfind("\n") + 1].splitlines():  # the last line may be incomplete
         match = _FRAME.match(row)
         if row == _CUT:
             continue

@@ -16,8 +16,8 @@ class ThisRank:
     secret: str = field(default="", repr=False)
 
 
-this_rank: ThisRank | None = None  # what this process has become, if it is a rank
-call = 0  # the number of the call that it answers, where ranks stay for several
+this_rank: ThisRank | None = None  # the rank that this process is, if it is one
+call = 0  # the number of the call that it answers, if ranks stay for several
 
 
 def become(rank: ThisRank) -> None:

@@ -1,7 +1,7 @@
 """Tokens, by which the machines of a launch know each other.
 
-What proves a token also serves to try guesses at it, for whoever hears it or answers in the master's place. So nobody
-uses the token itself: a key is made of it that takes long to make.
+A proof of a token can also be used to try guesses at it, by anybody who intercepts it or answers in the master's place.
+So the token itself is never used for proofs, only a key that takes long to derive from it.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ import os
 VARIABLE = "MLAUNCH_TOKEN"
 ADVICE = "draw one: python -c 'import secrets; print(secrets.token_hex(16))'"
 SHORTEST = 16  # characters that take long enough to guess
-_DRAWN = "drawn:"  # what begins so was drawn by us: nobody guesses it, and to stretch it would only take time
+_DRAWN = "drawn:"  # mlaunch drew a token that begins so: nobody guesses it, and stretching it would only take time
 _COST, _BLOCKS = 1 << 14, 8  # 16 MiB and some hundredths of a second for each guess
 
 
 def draw() -> str:
-    """Draw one for a launch whose machines are told it."""
+    """Return a new token for a launch whose machines receive it."""
     return _DRAWN + os.urandom(16).hex()
 
 
-@functools.lru_cache(maxsize=8)  # a call for each step of a sweep has the same
+@functools.lru_cache(maxsize=8)  # the calls of a sweep have the same token
 def key_of(token: str) -> str:
-    """Return what its machines prove to each other that they have."""
+    """Return the key that the launch's machines prove to each other that they have."""
     if token.startswith(_DRAWN):
         return token
-    import hashlib  # which most commands need not
+    import hashlib  # most commands do not need it
 
     return hashlib.scrypt(token.encode(), salt=b"mlaunch token", n=_COST, r=_BLOCKS, p=1, dklen=32).hex()
 
 
 def check(token: str | None, source: str) -> None:
-    """Raise ValueError, which does not show the token, for a token that is not valid UTF-8: it cannot be proved."""
+    """Raise ValueError, without the token in it, for a token that is not valid UTF-8: no machine could prove it."""
     try:
         (token or "").encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Where those come who ask what a running launch is doing: a socket, one word from each, one JSON object in return."""
+"""The socket for processes that ask what a running launch is doing: one word from each, one JSON object in return."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mlaunch.protocol.messages import AgentsEnd, Told
 
 STATUS = b"status"
 END = b"end"  # at once
-ASK = b"ask "  # with a feature's name: its part in the agent is to do what it does; who asks waits for the call's end
+ASK = b"ask "  # with a feature's name: its part in the agent must act; the visitor waits for the call's end
 VISIT = b"visit "  # with a feature's name and a word for it: its part in the agent gets the connection, to keep
 _WORDS = {STATUS, END} | {word for one in FEATURES for word in one.words}
 _WORD_LIMIT = 64
-_MOST_VISITORS = 32  # who have said nothing yet
+_MOST_VISITORS = 32  # that have said nothing yet
 
 _NOT_FROM_THERE = (
     "the launch does not do that for process {}: {}. So a sandbox or container cannot act outside of itself; run the "
@@ -39,19 +39,19 @@ class Reception:
         self._name = name
         self._owner = os.getpid()
         self._visitors: dict[int, socket.socket] = {}
-        self._stoppers: list[socket.socket] = []  # those who wait for the end
+        self._stoppers: list[socket.socket] = []  # visitors that wait for the end
         self.stopped_by: int | None = None  # the process that has asked the launch to end at once
         self._request: tuple[str, int] | None = None  # what a feature is asked to do, and the process that asks
-        self._guests: list[tuple[socket.socket, str, str]] = []  # those who come to a feature, and its word
+        self._guests: list[tuple[socket.socket, str, str]] = []  # visitors to features, with name and word
         self._listener: socket.socket | None = None
 
     def open(self) -> None:
         """Begin to listen, if there is a place for it."""
-        with contextlib.suppress(OSError):  # a full disk, a directory that is not ours: a launch needs no visitors
+        with contextlib.suppress(OSError):  # a full disk, a directory of another user: a launch does not need visitors
             self._listener = registry.listen(self._environ, self._name)
 
     def close(self) -> None:
-        """Let go of all who have come, and can be found no more; a fork of the owner lets go alone."""
+        """Close all connections and remove the socket. A fork of the owner only closes its own descriptors."""
         for visitor in [*self._visitors.values(), *self._stoppers, *(guest for guest, *_ in self._guests)]:
             visitor.close()
         if self._listener is not None:
@@ -61,22 +61,22 @@ class Reception:
         self._visitors, self._stoppers, self._listener = {}, [], None
 
     def fds(self) -> list[int]:
-        """Return what is to be watched."""
+        """Return the descriptors to watch."""
         return [*([] if self._listener is None else [self._listener.fileno()]), *self._visitors]
 
     def take(self, ready: Collection[int]) -> list[tuple[socket.socket, bytes]]:
-        """Return who wants to know what; those who said nothing that we know are sent away.
+        """Return the visitors with questions, and their words. Send visitors with an unknown word away.
 
-        Who asks the launch to end is noted, and hears of its end by ours.
+        A visitor that asks the launch to end is noted, and learns of the end when its connection closes.
         """
         visitors = [self._visitors.pop(fd) for fd in self._visitors.keys() & set(ready)]
         heard = [(visitor, _word_of(visitor)) for visitor in visitors]
-        if self._listener is not None and self._listener.fileno() in ready:  # last: who comes may get a ready number
+        if self._listener is not None and self._listener.fileno() in ready:  # last: a visitor may get a ready number
             self._welcome(self._listener)
         return [(visitor, word) for visitor, word in heard if not self._settles(visitor, word)]
 
     def _settles(self, visitor: socket.socket, word: bytes) -> bool:
-        """Do what needs nobody else: send a visitor away, or keep one who waits for the end; False for questions."""
+        """Handle a visitor that needs no other part: send it away, or keep it until the end. False for questions."""
         if not word:
             visitor.close()
         elif word.startswith((END, ASK, VISIT)) and (lacking := rights_lacking_to_peer(visitor)):
@@ -91,7 +91,7 @@ class Reception:
         return True
 
     def _take_stopper(self, visitor: socket.socket, word: bytes) -> None:
-        # Kept open: that its connection closes is how whoever waits hears of the end, even if this process is killed.
+        # Kept open: the visitor learns of the end when its connection closes, even if this process is killed.
         self._stoppers.append(visitor)
         if word == END:
             self.stopped_by = pid_of(visitor)
@@ -100,35 +100,35 @@ class Reception:
 
     @property
     def asked_by(self) -> int | None:
-        """The process that has asked a feature for something; None: none has, or ``take_request`` has returned it."""
+        """Return the process that has asked a feature to act; None if none has, or ``take_request`` has returned it."""
         return None if self._request is None else self._request[1]
 
     def take_request(self) -> tuple[str, int] | None:
-        """Return which feature is asked, and by which process, once; None: none is."""
+        """Return, once, which feature is asked to act, and by which process; None if none is."""
         request, self._request = self._request, None
         return request
 
     def take_guests(self) -> list[tuple[socket.socket, str, str]]:
-        """Return who has come to a feature, with its name and what was said to it, once."""
+        """Return, once, the visitors to features, each with the feature's name and the word for it."""
         guests, self._guests = self._guests, []
         return guests
 
     def let_stoppers_go(self) -> None:
-        """Tell those who wait for the end that it has come, as far as they asked for it."""
+        """Close the connections of the visitors that wait for the end, which tells them that it has come."""
         for visitor in self._stoppers:
             visitor.close()
         self._stoppers = []
 
     def _welcome(self, listener: socket.socket) -> None:
-        """Accept a visitor. Too many that say nothing make way, the oldest first: the listener would stay readable."""
+        """Accept a visitor. If too many say nothing, drop the oldest: otherwise the listener would stay readable."""
         try:
             visitor, _ = listener.accept()
-        except BlockingIOError:  # who came has left
+        except BlockingIOError:  # the visitor has left
             return
         except OSError:  # no descriptor is free
             self._dismiss_oldest()
             return
-        if not is_this_user(visitor):  # the directory's mode may count for nothing: it was changed, or is not kept
+        if not is_this_user(visitor):  # the directory's mode may have been changed, or may not be kept
             visitor.close()
             return
         if len(self._visitors) >= _MOST_VISITORS:
@@ -138,7 +138,7 @@ class Reception:
     def _dismiss_oldest(self) -> None:
         if self._visitors:
             self._visitors.pop(next(iter(self._visitors))).close()
-        else:  # nobody can be heard from now on
+        else:  # no visitor can be accepted from now on
             self.close()
 
 
@@ -160,13 +160,13 @@ def pid_of(visitor: socket.socket) -> int:
 
 
 def answer(visitor: socket.socket, status: Mapping[str, Any]) -> None:
-    """Give a visitor what was asked for, and says farewell."""
+    """Send a visitor what it asked for, and close the connection."""
     with contextlib.suppress(OSError), visitor:
         send(visitor, status)
 
 
 def send(visitor: socket.socket, status: Mapping[str, Any]) -> None:
-    """Give a visitor what was asked for. OSError: it is gone."""
+    """Send a visitor what it asked for. OSError if it is gone."""
     memfd = in_memory(status)
     try:
         socket.send_fds(visitor, [b"."], [memfd])
@@ -175,7 +175,7 @@ def send(visitor: socket.socket, status: Mapping[str, Any]) -> None:
 
 
 def tell_launcher(launcher: AgentsEnd, number: int, status: Mapping[str, Any]) -> None:
-    """Give the launch's own caller what it has asked for by a Question."""
+    """Send the launch's own caller what it asked for by a Question."""
     memfd = in_memory(status)
     try:
         launcher.try_send(Told(number), [memfd])
@@ -187,13 +187,13 @@ def in_memory(status: Mapping[str, Any]) -> int:
     """Return a memory file with the status in JSON."""
     memfd = os.memfd_create("mlaunch-status", os.MFD_CLOEXEC)
     with open(memfd, "w", encoding="utf-8", closefd=False) as file:
-        # JSON, so that one version's command can ask another's launch.
+        # JSON, so that one version's command can ask another version's launch.
         file.write(json.dumps(status))  # json.dump leaves a cycle each time
     return memfd
 
 
 def read_status(memfd: int) -> dict[str, Any]:
-    """Read one, and closes it."""
+    """Return the status in a memory file, and close the file."""
     with open(memfd, encoding="utf-8") as file:
         file.seek(0)
         status: dict[str, Any] = json.load(file)
@@ -201,11 +201,11 @@ def read_status(memfd: int) -> dict[str, Any]:
 
 
 def ask(connection: socket.socket, word: bytes, timeout: float | None) -> dict[str, Any] | None:
-    """Ask a launch, as who has come; None: it has ended meanwhile, or does not answer within these seconds."""
+    """Ask a launch, as a visitor; return None if it has ended, or does not answer within ``timeout`` seconds."""
     connection.settimeout(timeout)
     with contextlib.suppress(TimeoutError, ConnectionError, BrokenPipeError):
         connection.send(word)
         _, fds, _, _ = socket.recv_fds(connection, 1, 1)
         if fds:
             return read_status(fds[0])
-    return None  # it ended while we asked
+    return None  # it ended after it was asked

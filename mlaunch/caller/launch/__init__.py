@@ -1,1 +1,1 @@
-"""Starts a launch and follows one from its plan to its result."""
+"""The caller's side of a launch, from its plan to its result."""

@@ -1,4 +1,4 @@
-"""One call of a decorated function, in the caller's process: plan it, start it, and again if it fails and may.
+"""One call of a decorated function, in the caller's process: plan it, start it, and start it again if it fails and may.
 
 call_on_ranks
   +-> CallWork.steps: server ready -> all granted -> planned -> started -> LaunchHandle.drive -> Ended
@@ -55,10 +55,10 @@ TRIES = 3
 def call_on_ranks(
     options: Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Ended:
-    """Run the function once per device; returns how the last attempt ended."""
+    """Run the function once per device; return how the last attempt ended."""
     name = f"{getattr(function, '__qualname__', type(function).__qualname__)}()"
     if options.features:
-        from mlaunch.core.load import adapted  # which most calls do not need
+        from mlaunch.core.load import adapted  # most calls do not need it
 
         options = adapted(options)
     options = with_directory(options, name)
@@ -67,9 +67,9 @@ def call_on_ranks(
     try:
         if options.features:
             return with_parts(options, lambda parts: dataclasses.replace(work, parts=parts).steps())
-        # Python runs signal handlers between any two steps, also between receiving a descriptor and keeping it: of
-        # 400 interrupts within the first 12 ms of a call some leaked descriptors, and one lost the fork server's
-        # first word.
+        # Python runs signal handlers between any two steps, also between receiving a descriptor and keeping it: of 400
+        # interrupts within the first 12 ms of a call some leaked descriptors, and one lost the fork server's first
+        # word.
         with interrupts.deferred():
             return interrupts.carry_out(work.steps())
     except OSError as error:
@@ -78,14 +78,14 @@ def call_on_ranks(
 
 
 def with_parts(options: Options, make: Callable[[CallerParts], Steps]) -> Ended:
-    """Return how the steps ended that ``make`` makes with the parts of what the options ask for."""
-    from mlaunch.core.load import CallerParts  # which most calls do not need
+    """Return how the steps ended that ``make`` makes with the parts of the features that the options ask for."""
+    from mlaunch.core.load import CallerParts  # most calls do not need it
 
     parts: CallerParts | None = None
     try:
         with interrupts.deferred():
             parts = CallerParts(options)
-        # Those that take signals over do so before the deferral, which passes them on where nothing is in flight.
+        # Parts that take signals over do so before the deferral, which passes signals on if nothing is in flight.
         with parts.around(), interrupts.deferred():
             ended = interrupts.carry_out(make(parts))
             parts.settled(ended, warn_caller)
@@ -97,11 +97,11 @@ def with_parts(options: Options, make: Callable[[CallerParts], Steps]) -> Ended:
 
 @dataclass(frozen=True)
 class CallWork:
-    """What all attempts of a call on ranks of its own have in common.
+    """The state that all attempts share, of a call on ranks of its own.
 
-    ``many``: its thread drives others, too, which must not wait for it. ``surroundings``: of the moment at which it was
-    asked for; None: those of each attempt. ``granted`` takes what an attempt may use, once it need not wait any more,
-    and says so; ``around`` is held while its ranks run.
+    ``many``: its thread drives other calls, too, which must not wait for it. ``surroundings``: those of the moment at
+    which the call was asked for; None: those of each attempt. ``granted`` takes what an attempt may use, once it need
+    not wait any more, and reports that; ``around`` is held while its ranks run.
     """
 
     options: Options
@@ -121,16 +121,16 @@ class CallWork:
 
     def attempt(self, number: Attempt) -> Steps:
         """Make one attempt, and others in its place if agent or fork server were gone before anything ran."""
-        if self.options.start_method != "forkserver":  # then the server is this call's own
+        if self.options.start_method != "forkserver":  # then the server belongs to this call only
             return self._try(number)
         return tried(functools.partial(self._try, number))
 
     def _try(self, number: Attempt) -> Steps:
-        """Return how one attempt ended. ServerGoneError: nothing has run, since agent or fork server were gone."""
+        """Return how one attempt ended. ServerGoneError if agent or fork server were gone, so that nothing has run."""
         options, name, around, history = self.options, self.name, self.surroundings, History()
         environ = {**(os.environ if around is None else around.environ), **(options.env or {})}
         server = server_for(options, self.call, environ)
-        try:  # not a context manager of contextlib's, which would set attributes of what passes through it
+        try:  # not a context manager of contextlib's, which would set attributes of exceptions that pass through it
             place = None if self.many else place_of(options)
             with StartingLine(name, place) as line:
                 while self.many and server.waits_for:  # the import of torch takes seconds
@@ -167,7 +167,7 @@ class CallWork:
 
 
 def tried(attempt: Callable[[], Steps]) -> Steps:
-    """Make an attempt, again while it has a ServerGoneError; LaunchError where one server after the other is gone."""
+    """Make an attempt, and repeat it at a ServerGoneError. LaunchError if one server after the other is gone."""
     left = TRIES
     while True:
         left -= 1
@@ -195,7 +195,7 @@ def acquired(
 def with_words(
     steps: Generator[Need, None, Grant], tell: Callable[[str], None], silence: float
 ) -> Generator[Need, None, Grant]:
-    """Pass steps on, and tell what each of them waits for, after so many seconds of silence."""
+    """Pass on the steps, and tell the user what each of them waits for, after ``silence`` seconds."""
     with contextlib.closing(steps):
         told, tell_at = "", time.monotonic() + silence
         while True:
@@ -219,9 +219,9 @@ def planned(
 ) -> LaunchSpec:
     """Plan a launch; its errors are raised as if from the line that called.
 
-    ``surroundings``: of the moment at which it was asked for; None: that is now.
+    ``surroundings``: those of the moment at which it was asked for; None: those of now.
     """
-    if number.parts is None and grant.options.features:  # nobody holds parts of a call's own around it
+    if number.parts is None and grant.options.features:  # nobody holds parts of this call around it
         from mlaunch.core.load import CallerParts
 
         with CallerParts(grant.options) as parts:
@@ -242,7 +242,7 @@ def planned(
 
 
 def server_for(options: Options, call: Call, environ: Mapping[str, str]) -> ForkServer:
-    """Return the fork server that the start method asks for; its owner closes one that is not the warm one."""
+    """Return the fork server that the start method asks for. Its owner must close it, unless it is the warm one."""
     if options.start_method == "forkserver":
         return warm_server.get(environ)
     if options.start_method == "spawn":

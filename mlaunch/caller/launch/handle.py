@@ -1,4 +1,4 @@
-"""A launch as its caller drives it: hear what its agent says, carry what its ranks print, end it. ::
+"""A launch as its caller drives it: take in its agent's records, pass on what its ranks print, end it. ::
 
 agent's channel --records--> step() --> Outcome (values, failures), History (times), Watchers
 ranks' pipes ------bytes---> step() --> Relay --> CallOutput --> console, files
@@ -60,7 +60,7 @@ _NAMES = 3  # files in /dev/shm that a sentence shows
 class LaunchHandle:
     """A launch that has been sent to its fork server.
 
-    It can be driven from any loop: wait until ``fileno()`` can be read, or ``timeout()`` is over, then ``step()``,
+    It can be driven from any loop: wait until ``fileno()`` can be read, or ``timeout()`` is over, then call ``step()``,
     until that is False. ``drive()`` has these steps.
     """
 
@@ -69,20 +69,20 @@ class LaunchHandle:
     agent: LaunchersEnd
     relay: Relay
     history: History
-    prepared: bool = False  # before the call
+    prepared: bool = False  # it started before the call
     outcome: Outcome = field(init=False)
-    waiting: str = field(default="", init=False)  # for other machines
+    waiting: str = field(default="", init=False)  # the other machines that it waits for
     ending: bool = field(default=False, init=False)  # it is being cancelled
-    over: bool = field(default=False, init=False)  # the call that was begun last is, though its ranks stay
-    seen_as: str = field(default="", init=False)  # its ID for those who look at it; "": that of the launch
-    said_last: Callable[[], str] = field(default=str, init=False)  # what ranks have reported, for the line
-    parts: CallerParts | None = field(default=None, init=False)  # of features, which hear what comes
+    over: bool = field(default=False, init=False)  # the call that was begun last is over, though its ranks stay
+    seen_as: str = field(default="", init=False)  # its ID for processes that look at it; "": that of the launch
+    said_last: Callable[[], str] = field(default=str, init=False)  # what ranks have reported, for the status line
+    parts: CallerParts | None = field(default=None, init=False)  # of features, which take what comes
     never_began: bool = field(default=False, init=False)  # server or agent died before: nothing has run, try again
 
     def __post_init__(self) -> None:
         self._has_begun = False
         self._unsent: list[tuple[str, object]] = []  # for parts in the agent, until there are ranks
-        self._present_call = 0  # its number
+        self._present_call = 0  # number
         self._limits = Limits(self.spec.grace_period, self.spec.seconds, self.server.kill)
         self.outcome = Outcome(self.spec, self.relay.output.plan.directory)
         self.relay.show_status(self._status)
@@ -92,7 +92,7 @@ class LaunchHandle:
             self._watchers.begin(time.monotonic())
 
     def attach(self, parts: CallerParts) -> None:
-        """Have the parts of features hear what comes, and give them the way to their parts in the agent."""
+        """Connect the parts of features: they take what comes, and can send to their parts in the agent."""
         self.parts = parts
         parts.attach(self.tell_part)
 
@@ -107,8 +107,8 @@ class LaunchHandle:
             self.end_for(failure)
 
     def _status(self) -> list[str]:
-        """Say how far the launch is, where lines change."""
-        from mlaunch.core.load import module_of  # which most launches do not need
+        """Return the progress of the launch, for the status lines."""
+        from mlaunch.core.load import module_of  # most launches do not need it
 
         first, *others = module_of("display", "caller").status_lines(
             self.outcome, self.history, self.waiting, over=self.over
@@ -126,24 +126,24 @@ class LaunchHandle:
         self._send_words()
 
     def _send_words(self) -> None:
-        # A word that a signal handler adds meanwhile is sent by that, or here.
+        # If a signal handler adds a word meanwhile, it is sent by the handler, or here.
         while self._unsent and self.history.board is not None:
             feature, word = self._unsent.pop(0)
             self.agent.try_send(ForPart(feature, self._present_call, word))
 
     def intact(self) -> bool:
-        """True if the descriptors are still its own: others may have closed them and opened files."""
+        """True if the descriptors are still its own: other code may have closed them and opened files."""
         return self.relay.intact() and self.agent.intact()
 
     def timeout(self) -> float | None:
-        """Return the seconds until ``step`` is due though nothing can be read; None: it is not."""
+        """Return the seconds until ``step`` is due even if nothing can be read; None if it is not due."""
         due = (self.relay.timeout(), self._limits.timeout(), self._watchers.timeout())
         return min((seconds for seconds in due if seconds is not None), default=None)
 
     def step(self, readable: Events | None = None) -> bool:
-        """Take in what has come, without waiting; False after the launch's last word.
+        """Take in what has come, without waiting; return False after the launch's last word.
 
-        ``readable``: what can be read, if that is known from the relay; it is asked for otherwise.
+        ``readable``: what can be read, if the relay has already been asked; otherwise it is asked here.
         """
         ready = self.relay.carry(readable)
         self._watchers.take_steps()
@@ -154,7 +154,7 @@ class LaunchHandle:
         if self.agent.fileno() not in ready:
             return self._press()
         while self._hear():
-            # Of ranks that stay: what comes after a call is over is of no call, or of the next one.
+            # Of ranks that stay: what comes after a call is over belongs to no call, or to the next one.
             if self.over or not linux.wait_readable([self.agent.fileno()], 0.0):
                 return True
         return False
@@ -163,7 +163,7 @@ class LaunchHandle:
         """Take in what ranks have sent without their agent."""
 
     def drive(self) -> Steps:
-        """Wait for the launch's last process. An interrupt ends the launch, and is how it ended.
+        """Wait for the launch's last process. An interrupt ends the launch, and then it is how the launch ended.
 
         Raises:
             ServerGoneError: The fork server, or the agent, was gone before the call began; nothing has run.
@@ -171,7 +171,7 @@ class LaunchHandle:
         try:
             while self.step():
                 yield Need(fds=(self.relay.fileno(),), timeout=self.timeout())
-        except GeneratorExit:  # nobody drives it any more
+        except GeneratorExit:  # no loop drives it any more
             raise
         except BaseException as interrupt:  # Ctrl-C, or what another signal handler raised: end the launch first
             self._cancel(interrupt.number if isinstance(interrupt, EndSignal) else 0)
@@ -181,7 +181,7 @@ class LaunchHandle:
         return self.end()
 
     def end(self) -> Ended:
-        """Return how it ended, after its last word, and show what ranks printed last; raises as ``drive``."""
+        """Return how the launch ended, after its last word, and show what ranks printed last. Raises as ``drive``."""
         self._finish_output()
         if self.never_began and self.outcome.interrupt is None:
             raise ServerGoneError(
@@ -198,22 +198,22 @@ class LaunchHandle:
 
     @property
     def answered(self) -> bool:
-        """True if all ranks have returned, so that it is too late to end it."""
+        """True if all ranks have returned, so that it is too late to end the launch."""
         return len(self.outcome.values) + len(self.outcome.silent) >= self.spec.local_world_size
 
     def end_for(self, failure: RankFailure) -> None:
-        """Ask for its end because of this failure, which is no rank's."""
+        """Ask for the launch's end because of this failure, which is no rank's."""
         self.outcome.failures.append(failure)
         self.ask_to_end()
 
     def ask_to_end(self) -> None:
-        """Ask for its end without waiting for it, which ``step`` hears of."""
+        """Ask for the launch's end without waiting for it; ``step`` receives it."""
         self.ending = True
         self._limits.begin_cancel(force=False)
         self.agent.try_send(Cancel())
 
     def report(self) -> Callable[[], LaunchReport]:
-        """Note what has happened so far; what it returns reports it."""
+        """Note what has happened so far; return a function that makes its report."""
         return self.history.report(self.outcome, self.relay.output.tails())
 
     def close(self) -> None:
@@ -224,7 +224,7 @@ class LaunchHandle:
         self.history.close()
 
     def _finish_output(self) -> None:
-        """Show what ranks printed last. Who does not read it holds up no error, nor the deadline."""
+        """Show what ranks printed last. A slow reader of it delays neither an error nor the deadline."""
         until = math.inf if self.spec.call.deadline is None else self.history.begun + self.spec.call.deadline
         try:
             self.relay.finish(0.0 if self.outcome.failed else until, stays=self.spec.stays)
@@ -232,7 +232,7 @@ class LaunchHandle:
             self.outcome.interrupted_by(interrupt)
 
     def _cancel(self, by: int) -> None:
-        """End the launch, for that signal if one came; if interrupted again, without more grace."""
+        """End the launch, for signal ``by`` if one came; if interrupted again, without the rest of the grace period."""
         force = over = False
         self.ending = True
         while not over:
@@ -245,7 +245,7 @@ class LaunchHandle:
                 force = True
 
     def _hear_out(self) -> None:
-        """Hear the launch to its last word, even if this process is too short of files to take in its answers."""
+        """Take in the launch's records to the last, even if this process has too few descriptors for its answers."""
         over = False
         while not over:
             with contextlib.suppress(OSError):
@@ -254,7 +254,7 @@ class LaunchHandle:
                     interrupts.wait_readable([self.fileno()], self.timeout())
 
     def _hear(self) -> bool:
-        """Take in one record; False after the last."""
+        """Take in one record; return False after the last."""
         record, fds = self.agent.hear()
         if record is None:
             self.never_began = not self._has_begun and not self.outcome.broken and not self.ending
@@ -262,10 +262,10 @@ class LaunchHandle:
             remove_names(self.spec, self.outcome.spec)
             return False
         if isinstance(record, AgentStarted):
-            # By its pidfd, which no other process can get, whatever becomes of the number.
+            # By its pidfd, which stays this process's even if the number is used again.
             self._limits.agent = KeptFd(fds[0])
             self.relay.watch(fds[0])
-        # A prepared launch says all but one word before it has its call; until then it may be attempted again.
+        # A prepared launch sends all but one record before it has its call; until then it may be attempted again.
         begins = isinstance(record, CallBegun) if self.prepared else not isinstance(record, AgentStarted | Reaped)
         self._has_begun = self._has_begun or begins
         self.history.take(record, fds)
@@ -282,7 +282,7 @@ class LaunchHandle:
         return True
 
     def _press(self) -> bool:
-        """Kill what does not answer, as an agent that somebody has stopped; False if nobody is left to hear."""
+        """Kill a process that does not answer, such as a stopped agent; return False if none is left to wait for."""
         killed = self._limits.kill_if_overdue()
         if killed is not Killed.NONE and not self.outcome.broken:
             late = self.outcome.interrupt is None and self.spec.call.deadline is not None
@@ -303,8 +303,8 @@ class LaunchHandle:
             self.relay.output.say(words)
 
     def _note(self, record: PartSays) -> None:
-        """Note what a feature's part in the agent has to say."""
-        from mlaunch.core.load import module_of  # which most launches do not need
+        """Note what a feature's part in the agent has sent."""
+        from mlaunch.core.load import module_of  # most launches do not need it
 
         note = module_of(record.feature, "caller").noted(record.news, self.spec.call.name)
         self.outcome.facts.update(note.facts)
@@ -318,7 +318,7 @@ class LaunchHandle:
 
 
 def _words_on(name: str, record: AgentSays) -> str:
-    """Return what to say of a record to the user of the launch; "": nothing."""
+    """Return what to tell the user about a record; "" if nothing."""
     if isinstance(record, NamesLeft):
         shown = ", ".join(record.paths[:_NAMES]) + (", ..." if record.paths[_NAMES:] else "")
         return (

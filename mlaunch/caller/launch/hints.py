@@ -1,4 +1,4 @@
-"""What to do about errors that newcomers meet in their function: by what torch says."""
+"""Advice on errors that newcomers meet in their function, chosen by torch's messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlaunch.protocol.board import Board
 _TOLD_AT = 2  # calls
 _calls: dict[str, int] = {}  # by package: how many have had to import it
 _NO_MODULE = "raised ModuleNotFoundError"
-_OF_THE_CALL = "the rank could not import"  # what a note says of the call itself, with the same advice
+_OF_THE_CALL = "the rank could not import"  # a note on the call itself gives the same advice
 _TIMEOUT = (
     "a collective took longer than timeout=, an option of launcher in seconds: another rank does not take part in it "
     "(the report says what each was doing), or needs more time"
@@ -54,7 +54,7 @@ _HINTS = {
 
 
 def hints_of(failure: RankFailure) -> list[str]:
-    """Return what to do about the failure, a line each; nothing if nothing is known."""
+    """Return advice on the failure, a line each; an empty list if none is known."""
     if failure.exitcode == -signal.SIGABRT and _COLLECTIVES in failure.traceback and not failure.hints:
         return [_STARTING if _MAKES_GROUPS.search(failure.traceback) else _ABORTED]
     known = _NO_MODULE if _OF_THE_CALL in failure.traceback else ""
@@ -62,7 +62,7 @@ def hints_of(failure: RankFailure) -> list[str]:
 
 
 def of_value(error: BaseException) -> str:
-    """Return what to return instead of a value that cannot be made here, if that is known."""
+    """Return advice on what to return instead of a value that cannot be made here, if there is any."""
     if "process group has not been initialized" not in str(error):
         return ""
     return (
@@ -72,7 +72,7 @@ def of_value(error: BaseException) -> str:
 
 
 def tell_imports(name: str, board: Board | None) -> None:
-    """Tell which package each call imports anew: after the second call that took long for it, once per package."""
+    """Tell the user which package each call imports again: after the second slow import, once per package."""
     package, seconds = board.imported(0) if board is not None else ("", "")
     if not package:
         return

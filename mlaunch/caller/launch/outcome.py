@@ -1,4 +1,4 @@
-"""What is known of how a launch comes out; it grows while the launch is heard."""
+"""The outcome of a launch, as far as it is known; it grows with each record of the launch."""
 
 from __future__ import annotations
 
@@ -41,36 +41,39 @@ class Outcome:
 
     spec: LaunchSpec
     log_dir: str | None = None
-    hosts: dict[int, str] = field(default_factory=dict)  # of ranks that an engine has placed elsewhere
+    hosts: dict[int, str] = field(default_factory=dict)  # of ranks that an engine has placed on other machines
     values: dict[int, Payload] = field(default_factory=dict)
     failures: list[RankFailure] = field(default_factory=list)
-    late_ends: list[RankFailure] = field(default_factory=list)  # of ranks that had answered, which cost no value
+    late_ends: list[RankFailure] = field(default_factory=list)  # of ranks that had answered: no value is lost
     raised: dict[int, RemoteError] = field(default_factory=dict)
     started: dict[int, RankStarted] = field(default_factory=dict)  # ranks of this machine
     silent: list[int] = field(default_factory=list)  # ranks that ended well without a value
     recorded: dict[int, dict[str, Any]] = field(default_factory=dict)  # what ranks wrote into their error files
     stopped: set[int] = field(default_factory=set)  # ranks that the agent ended or called back
     stacks: dict[int, RankStacks] = field(default_factory=dict)
-    broken: str = ""  # what ended the launch outside its ranks
+    broken: str = ""  # the cause outside its ranks that ended the launch
     refused: Refused | None = None
     stale: str = ""  # modules, with commas and times, of which ranks that stay run older code than their files hold
-    leaving: bool = False  # ranks that stay were asked to
+    leaving: bool = False  # ranks that stay were asked to leave
     late: bool = False  # the deadline passed before any failure
     facts: dict[str, object] = field(default_factory=dict)  # of features, for the report, by its fields
     interrupt: BaseException | None = None  # Ctrl-C, or what another signal handler raised
 
     def take(self, record: AgentSays, fds: Sequence[int]) -> None:
-        """Take in a record of the agent, with its descriptors if it has a use for them."""
+        """Take in a record of the agent, with its descriptors if it needs them."""
         taker = _TAKERS.get(type(record))
         if taker is not None:
             taker(self, record, fds)
 
     def interrupted_by(self, interrupt: BaseException) -> None:
-        """Take in Ctrl-C, or what another signal handler raised; the first counts."""
+        """Take in Ctrl-C, or an exception of another signal handler. The first one counts."""
         self.interrupt = self.interrupt or interrupt
 
     def broken_by(self, why: str, *, late: bool = False) -> None:
-        """Take in what has ended the launch outside its ranks; the first counts. ``late``: after its deadline."""
+        """Take in a cause outside its ranks that has ended the launch. The first one counts.
+
+        ``late``: it came after the deadline.
+        """
         self.broken, self.late = self.broken or why, self.late or late
 
     @property
@@ -83,7 +86,7 @@ class Outcome:
         return range(self.spec.rank_start, self.spec.rank_start + self.spec.local_world_size)
 
     def doing(self) -> list[str]:
-        """Return what ranks were doing that were stopped, and who had left before."""
+        """Return what ranks were doing when they were stopped, and which ranks had left before."""
         left = sorted(set(self.silent) - self.stopped)
         how = "had exited with code 0" + (" without returning a value" if self.spec.target is None else "")
         return [*summarise(self.stacks.values()), *([f"{name_ranks(left)} {how}"] if left else [])]
@@ -94,7 +97,7 @@ class Outcome:
         self.values = {}
 
     def _take_start(self, record: RanksStarting, _fds: Sequence[int]) -> None:
-        """Take in what only all machines together know."""
+        """Take in the facts that only all machines together know."""
         self.spec = dataclasses.replace(
             self.spec, launch_id=record.launch_id, rank_start=record.rank_start, world_size=record.world_size
         )
@@ -103,7 +106,7 @@ class Outcome:
         self.started[record.rank] = record
 
     def _take_answer(self, record: RankAnswered, fds: Sequence[int]) -> None:
-        # Not unpickled here: that is user code, for which neither order nor lock of the hearing is made.
+        # Not unpickled here: that runs user code, for which neither the order nor the lock of this code is made.
         content = Payload(record.data, *fds)
         self.stale = self.stale or record.stale
         if record.kind is AnswerKind.VALUE:
@@ -127,7 +130,7 @@ class Outcome:
             return
         if record.stopped or record.rank in self.raised:
             return
-        if self.spec.stays and record.rank not in self.values:  # what it had answered was the call before
+        if self.spec.stays and record.rank not in self.values:  # its last answer was to the call before
             record = dataclasses.replace(record, answered=False)
         device = self.spec.device(record.rank - self.spec.rank_start)
         failure = failures.from_exit(record, device, crash, self.hosts.get(record.rank, ""))
@@ -135,12 +138,12 @@ class Outcome:
         (self.failures if costs else self.late_ends).append(failure)
 
     def _should_have_stayed(self) -> bool:
-        """True if nobody has asked ranks that stay to leave, and none has failed before but as a consequence."""
+        """True if ranks that stay were not asked to leave, and no failure before explains that they did."""
         failed = any(not failure.consequence for failure in self.failures)
         return self.spec.stays and not (self.leaving or failed or self.stopped or self.broken)
 
     def _read_crash(self, rank: int, fd: int) -> str:
-        """Read what is known of a rank's crash: its stacks, or the record in its error file; "" without either."""
+        """Return what is known of a rank's crash: its stacks, or the record in its error file; "" if neither."""
         try:
             text = os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
         finally:
@@ -167,7 +170,7 @@ class Outcome:
         self.refused = record
 
     def _take_failure(self, record: RankFailure, _fds: Sequence[int]) -> None:
-        """Take one of another machine, whose clock is not ours."""
+        """Take in a failure on another machine, whose clock differs."""
         self.failures.append(dataclasses.replace(record, at=time.monotonic()))
 
     def _take_agents_failure(self, record: AgentFailed, _fds: Sequence[int]) -> None:
@@ -194,7 +197,7 @@ _TAKERS: dict[type, Callable[[Outcome, Any, Sequence[int]], None]] = {
 
 
 def _without_ours(crash: str) -> str:
-    """Return the stacks that faulthandler wrote as a rank died, less the launcher's frames and its own thread."""
+    """Return the stacks that faulthandler wrote when a rank died, without the launcher's frames and its own thread."""
     threads: list[list[str]] = [[]]
     ours = False
     for line in itertools.takewhile(lambda line: not line.startswith("Extension modules"), crash.splitlines()):

@@ -1,4 +1,4 @@
-"""From options to a launch that this machine can serve."""
+"""The plan of a launch: from options to a launch that this machine can serve."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from mlaunch.rank.setup import device
 if TYPE_CHECKING:
     from mlaunch.core.load import CallerParts
 
-_FEW, _MOST_PER_CPU = 64, 8  # ranks on CPUs that nobody has to confirm
+_FEW, _MOST_PER_CPU = 64, 8  # ranks on CPUs that the user need not confirm
 
 
 @frozen_record
 class ThisMachine:
-    """What this machine offers to a launch. ``count``: counts the accelerators that an environment shows."""
+    """The facts about this machine for a launch. ``count`` returns how many accelerators an environment shows."""
 
     ready: Ready
     count: Callable[[Mapping[str, str]], int]
@@ -36,9 +36,10 @@ class ThisMachine:
 
 @frozen_record
 class Attempt:
-    """What differs between the attempts of a call. ``time_left``: seconds of its deadline, None: it has none.
+    """The facts that differ between the attempts of a call.
 
-    ``parts``: of the features that the call asks for; None: of none.
+    ``time_left``: seconds of its deadline, None: it has none. ``parts``: of the features that the call asks for; None:
+    of none.
     """
 
     restart_count: int
@@ -145,7 +146,7 @@ def place(options: Options, machine: ThisMachine, environ: Mapping[str, str]) ->
 
 @frozen_record
 class DeviceChoice:
-    """Where the ranks of one machine run."""
+    """The place of one machine's ranks."""
 
     device_type: str
     local_world_size: int
@@ -154,7 +155,7 @@ class DeviceChoice:
 
 @frozen_record
 class Accelerator:
-    """What a machine has of one kind. ``runtime``: whose variables hide devices; ``count``: how many are visible."""
+    """The accelerators of one kind in a machine. ``runtime``: its variables hide devices; ``count``: visible ones."""
 
     kind: str
     runtime: str
@@ -162,7 +163,7 @@ class Accelerator:
 
 
 def choose_type(device_type: str, ready: Ready) -> str:
-    """Resolve "auto" to what torch was built for. ValueError for a ``device_type`` that torch lacks."""
+    """Resolve "auto" to the type that torch was built for. ValueError for a ``device_type`` that torch lacks."""
     offered = [ready.accelerator, "cpu"] if ready.accelerator else ["cpu"]
     if device_type == "auto":
         return offered[0] or "cpu"
@@ -175,7 +176,7 @@ def choose_type(device_type: str, ready: Ready) -> str:
 
 
 def check_share(ranks: int, cpus: int) -> None:
-    """Raise ValueError for so many ranks that the number is a typing error, most likely."""
+    """Raise ValueError if there are so many ranks that the number is probably a typing error."""
     most = max(_FEW, _MOST_PER_CPU * cpus)
     if ranks > most:
         raise ValueError(
@@ -195,7 +196,7 @@ def place_on_cpus(n_gpus: int | None, devices: Sequence[int] | None) -> DeviceCh
 def place_on_accelerators(
     accelerator: Accelerator, n_gpus: int | None, devices: Sequence[int] | None, environ: Mapping[str, str]
 ) -> DeviceChoice:
-    """Pick among the visible devices. ValueError for more, or others, than there are."""
+    """Pick devices among the visible ones. ValueError for more devices, or others, than there are."""
     kind, count = accelerator.kind, accelerator.count
     if devices is None:
         size = count if n_gpus is None else n_gpus

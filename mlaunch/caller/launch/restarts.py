@@ -1,4 +1,4 @@
-"""Starts all ranks again after a failure."""
+"""Restarts of all ranks after a failure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mlaunch.core.load import CallerParts
 
 _OF_IMPORTS = {"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError", "TabError"}
-_MISUSE = 2  # with which argparse ends
+_MISUSE = 2  # the exit code of argparse for a wrong command line
 _MOST_STUCK = 2  # attempts
 _FRAME = re.compile(r'File "(.+?)", line (\d+)')
 
@@ -31,10 +31,10 @@ def with_restarts(
     parts: CallerParts | None = None,
     is_to_stop: Callable[[], object] = bool,
 ) -> Steps:
-    """Make attempts at a call, ``max_restarts`` after the first one at most; return how the last one ended.
+    """Make attempts at a call, with at most ``max_restarts`` after the first one; return how the last one ended.
 
-    What somebody ended, or whose time was over, is not started again, nor what ``is_to_stop``, nor what a restart does
-    not mend (see ``Course``). ``tell`` gets why, before each restart, or instead of one. ``deadline``: of all attempts
+    No attempt follows if somebody ended the call, its time was over, ``is_to_stop`` says so, or a restart does not help
+    (see ``Course``). ``tell`` gets the reason, before each restart, or instead of one. ``deadline``: of all attempts
     together, in seconds.
     """
     start, left, course = time.monotonic(), deadline, Course()
@@ -53,11 +53,11 @@ def with_restarts(
 
 
 class Course:
-    """What the attempts of one call have come to. Two that end alike are followed by no third one.
+    """The course of one call's attempts. After two that end alike, there is no third one.
 
-    Alike is a mistake that a fresh start meets again: an import that fails at the same line, an exit code 2 (a script's
-    wrong command line). Or the attempts got no further: neither came beyond the step of ``mlaunch.report`` that was
-    reached before them.
+    They end alike by a mistake that a restart meets again: an import that fails at the same line, or exit code 2 (a
+    script's wrong command line). Or because they got no further: neither came beyond the step of ``mlaunch.report``
+    that was reached before them.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Course:
         self._stuck = 0  # attempts in a row that did not come beyond it
 
     def goes_on(self, error: BaseException | None, name: str, tell: Callable[[str], object]) -> bool:
-        """Take how an attempt failed; False, with a word why, if another one would fail in the same way."""
+        """Take how an attempt failed; return False, and tell why, if another one would fail in the same way."""
         report = report_of(error) if error is not None else None
         if report is None:
             return True
@@ -98,23 +98,23 @@ class Course:
 
 
 def again(name: str, restart_count: int, max_restarts: int, error: BaseException | None) -> str:
-    """Tell that it is started again, and why."""
+    """Return the sentence that says that the call is started again, and why."""
     report = report_of(error) if error is not None else None
     why = str(report or "").partition("\n")[0] + _line_of(report)
     return f"{name} is started again (restart {restart_count + 1} of at most {max_restarts}): {why}"
 
 
 def _line_of(report: LaunchError | None) -> str:
-    """Return in which line of user code the cause was raised: " (train.py:29)"; "" if nobody knows."""
+    """Return the line of user code that raised the cause, " (train.py:29)"; "" if it is unknown."""
     frames = _FRAME.findall(report.failures[0].traceback)[::-1] if report is not None and report.failures else []
     place = innermost_users([file for file, _ in frames])
     return "" if place is None else f" ({short_name(frames[place][0])}:{frames[place][1]})"
 
 
 def may_be_repeated(error: BaseException | None) -> bool:
-    """True if it is a failure that may not come again."""
+    """True if the failure may not happen again."""
     report = report_of(error) if isinstance(error, Exception) else None
     if report is None or not report.failures or isinstance(report, LaunchTimeout):
         return False
-    # A value that cannot be pickled will not be the next time.
+    # A value that cannot be pickled will not be picklable the next time.
     return not any(failure.final for failure in report.failures) and report.kind != "not_picklable"

@@ -1,4 +1,4 @@
-"""Decides what a caller gets of a launch: its values, or the exception of its first failure."""
+"""The decision on what a caller gets from a launch: its values, or the exception of its first failure."""
 
 from __future__ import annotations
 
@@ -30,35 +30,35 @@ if TYPE_CHECKING:
 
 @frozen_record
 class Ended:
-    """A launch that is over, or a call. ``report``: makes its report, once; most calls' is never read."""
+    """A launch or a call that is over. ``report`` makes its report, once; most calls' reports are never read."""
 
     report: Callable[[], LaunchReport]
     values: list[Any]
     error: BaseException | None  # instead of the values
 
     def result(self) -> list[Any]:
-        """Return the values, or raises why there are none."""
+        """Return the values, or raise the reason why there are none."""
         try:
             if self.error is not None:
                 raise self.error
             return self.values
         finally:
-            del self  # else the error's traceback would hold the error, and what it maps would wait for the collector
+            del self  # otherwise the error's traceback would hold it, and what it maps would wait for the collector
 
 
 Steps = Generator[Need, None, Ended]
 
 
 def settle(outcome: Outcome, report: Callable[[], LaunchReport], *, lost: bool = False) -> Ended:
-    """End the hearing. Reads values, so it comes before the outcome is closed.
+    """Return how the launch ended. Reads values, so it comes before the outcome is closed.
 
-    ``lost``: the caller says why values are missing where nothing has failed.
+    ``lost``: the caller itself gives the reason if values are missing without a failure.
     """
     try:
         if outcome.failed:
             _raise(outcome)
         lacking = _lacking(outcome)
-        if lacking and not lost:  # that nothing has failed does not mean that all is there
+        if lacking and not lost:  # without a failure, values may still be missing
             raise _lacks_values(outcome, lacking)
         values = _values(outcome)
         if outcome.late_ends or (outcome.stopped and not lacking):
@@ -69,7 +69,7 @@ def settle(outcome: Outcome, report: Callable[[], LaunchReport], *, lost: bool =
 
 
 def _raise(outcome: Outcome) -> None:
-    """Raise why there are no values; nothing, if ranks were stopped that had returned them all."""
+    """Raise the reason why there are no values; nothing if ranks were stopped after all had returned their values."""
     if outcome.interrupt is not None:
         raise _with_results(outcome, outcome.interrupt)
     reason = reason_of(outcome)
@@ -108,7 +108,7 @@ def _values(outcome: Outcome) -> list[Any]:
 
 
 def _lacking(outcome: Outcome) -> list[int]:
-    """Return the ranks of which neither a value has come nor the word that there is none."""
+    """Return the ranks that have sent neither a value nor the message that they have none."""
     if outcome.spec.target is not None:
         return []
     return sorted({*outcome.ranks_here} - outcome.values.keys() - {*outcome.silent})
@@ -138,7 +138,7 @@ def _warn_of_ends(outcome: Outcome) -> None:
 
 
 def reason_of(outcome: Outcome) -> str:
-    """Return what ended it other than an interrupt or a rank; "": nothing did. Reads no value."""
+    """Return what ended the launch other than an interrupt or a rank; "" if nothing did. Does not read a value."""
     name = outcome.spec.call.name
     if outcome.refused is not None:
         return f"{name} was not started: {outcome.refused.text}"
@@ -157,7 +157,7 @@ def _who_is_late(outcome: Outcome) -> str:
 
 
 def _raise_timeout(outcome: Outcome, reason: str) -> None:
-    from mlaunch.core.load import of_deadline  # which most calls do not need
+    from mlaunch.core.load import of_deadline  # most calls do not need it
 
     said, blamed = of_deadline(list(outcome.stacks.values()), outcome.values)
     lines = [reason, *said, *meanwhile(outcome.doing())]
@@ -166,7 +166,7 @@ def _raise_timeout(outcome: Outcome, reason: str) -> None:
 
 
 def _late_ranks(outcome: Outcome, blamed: Collection[int]) -> list[RankFailure]:
-    """Return the ranks that had not finished, those that the others waited for first."""
+    """Return the ranks that had not finished, first those that the others waited for."""
     spec, late = outcome.spec, outcome.stopped - outcome.values.keys() or outcome.stopped
     at_deadline = f"at the deadline of {spec.call.deadline:g} s"
     what = f"had not {'ended' if late <= outcome.values.keys() else 'returned'} {at_deadline}"
@@ -194,7 +194,7 @@ def _late_ranks(outcome: Outcome, blamed: Collection[int]) -> list[RankFailure]:
 def _raise_failure(outcome: Outcome) -> None:
     """Raise the first failure, as the exception of its rank if that can be made here."""
     failed, ends = in_order(outcome.failures), outcome.late_ends
-    # The end of a rank that had answered is the cause of those alone who have seen it.
+    # If a rank ended after it had answered, that is the cause only for the ranks that have noticed it.
     failed = [*ends, *failed] if failed[0].consequence else [*failed, *ends]
     outcome.failures = [_completed(failure) for failure in failed]
     cause = outcome.failures[0] = _with_output(outcome, outcome.failures[0])
@@ -206,7 +206,7 @@ def _raise_failure(outcome: Outcome) -> None:
     try:
         # The user catches what the rank raised, by its own class; the report is its cause.
         error: BaseException = pickle.loads(remote.pickled)
-    except (Exception, SystemExit):  # its class does not exist here, or cannot be made: the text must do
+    except (Exception, SystemExit):  # its class does not exist here, or cannot be made: the text has to do
         raise report from None
     add_note(error, f"raised by {cause.who} of {outcome.spec.call.name} ({cause.place})")
     for hint in hints_of(cause):
@@ -215,7 +215,7 @@ def _raise_failure(outcome: Outcome) -> None:
 
 
 def _error(outcome: Outcome, kind: type[LaunchError], text: str, word: str = "") -> LaunchError:
-    """Make the error of a launch. ``word``: its kind for programs; "": that of the first failure."""
+    """Return the error of a launch. ``word``: its kind for programs; "": that of the first failure."""
     stacks = {rank: dump.text for rank, dump in outcome.stacks.items() if dump.text}
     error = kind(text, outcome.failures, _results(outcome), stacks)
     error.log_dir = files.kept(outcome.log_dir)
@@ -227,7 +227,7 @@ def _error(outcome: Outcome, kind: type[LaunchError], text: str, word: str = "")
 
 
 def _launch_of(outcome: Outcome) -> FailedLaunch:
-    from mlaunch.base.failure_data import FailedLaunch, OtherRank  # not needed by most calls
+    from mlaunch.base.failure_data import FailedLaunch, OtherRank  # most calls do not need it
 
     spec, failed = outcome.spec, {failure.rank for failure in outcome.failures}
     others = [
@@ -244,7 +244,7 @@ def _launch_of(outcome: Outcome) -> FailedLaunch:
 
 
 def _with_results(outcome: Outcome, interrupt: BaseException) -> BaseException:
-    """Return the interrupt with what ranks had returned, if all had: that work is done."""
+    """Return the interrupt with the values of the ranks, if all had returned, so that the work is not lost."""
     if len(outcome.values) == outcome.spec.local_world_size:
         with contextlib.suppress(AttributeError):  # a class with slots, raised by another signal's handler
             interrupt.results = _results(outcome)  # type: ignore[attr-defined]  # as LaunchError has them
@@ -256,13 +256,13 @@ def _with_results(outcome: Outcome, interrupt: BaseException) -> BaseException:
 def _results(outcome: Outcome) -> dict[int, Any]:
     results = {}
     for rank, value in outcome.values.items():
-        with contextlib.suppress(Exception, SystemExit):  # what a __setstate__ may raise; the failure itself is told
+        with contextlib.suppress(Exception, SystemExit):  # what a __setstate__ may raise; the failure is reported
             results[rank] = value.read()
     return results
 
 
 def _with_output(outcome: Outcome, cause: RankFailure) -> RankFailure:
-    """Add the place of what it has printed, if it was kept here."""
+    """Add the place of the rank's output, if it was kept here."""
     spec = outcome.spec
     if outcome.log_dir is None or cause.rank is None or not 0 <= cause.rank - spec.rank_start < spec.local_world_size:
         return cause

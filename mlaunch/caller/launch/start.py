@@ -1,4 +1,4 @@
-"""Starts a launch: the one way from a plan to a handle, for functions and commands."""
+"""The start of a launch: the one way from a plan to a handle, for functions and commands."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 def start(
     grant: Grant, server: ForkServer, spec: LaunchSpec, call: Call, output: OutputPlan, history: History
 ) -> LaunchHandle:
-    """Start an attempt at a call: in the launch that a server which stays has prepared if that can serve it.
+    """Start an attempt at a call: if possible in the launch that a server which stays has prepared.
 
-    In any case the next one is to be prepared; after one that holds something, if others wait for the same.
+    In any case the next launch is to be prepared; after one that holds something, only if others wait for the same.
 
     Raises:
         ServerGoneError: The fork server is gone; nothing was started.
@@ -53,7 +53,7 @@ def start(
             more = spec.cluster is None
             agent = send_launch(server, spec, sent, following, more=more, held=held)
         elif following is not None:
-            with contextlib.suppress(OSError):  # it is gone, which the launch itself will tell
+            with contextlib.suppress(OSError):  # the agent is gone, which the launch itself will report
                 server.prepare(following, soon=bool(held))
     finally:
         # The server has its copy; with ours open, a dead agent's channel would never be at its end.
@@ -70,9 +70,9 @@ def start_launch(
     history: History,
     held: Sequence[int] = (),
 ) -> LaunchHandle:
-    """Start a launch of its own, with the errors of ``start``. ``call`` None: the ranks have it, or run a command.
+    """Start a launch of its own, with the errors of ``start``. ``call`` is None if ranks have it, or run a command.
 
-    ``held``: descriptors that its processes are to hold, too.
+    ``held``: further descriptors that its processes must hold.
     """
     spec = with_pipes(spec, output)
     return _handle(server, spec, send_launch(server, spec, call, held=held), output, history)
@@ -89,7 +89,7 @@ def _handle(
 ) -> LaunchHandle:
     kind = LaunchHandle
     if spec.sections:
-        from mlaunch.core.load import handle_of  # which most launches do not need
+        from mlaunch.core.load import handle_of  # most launches do not need it
 
         kind = handle_of(spec.sections, LaunchHandle)
     relay = Relay(output, spec.local_world_size, spec.restarts.count)
@@ -109,7 +109,7 @@ def _send_call(server: ForkServer, agent: LaunchersEnd, spec: LaunchSpec, call: 
 
 
 def with_pipes(spec: LaunchSpec, output: OutputPlan) -> LaunchSpec:
-    """Return the launch with the pipes that the plan for its output wants, and what ranks need for these."""
+    """Return the launch with the pipes for the plan of its output, and with what ranks need for these."""
     sections = spec.sections if output.rich is None else {**spec.sections, **output.rich.SECTIONS}
     return dataclasses.replace(spec, piped=output.piped(spec.local_world_size), sections=sections)
 
@@ -123,7 +123,7 @@ def send_launch(
     more: bool = False,
     held: Sequence[int] = (),
 ) -> LaunchersEnd:
-    """Ask the fork server to start a launch; returns the channel to its agent. Raises what ``start_launch`` does."""
+    """Ask the fork server to start a launch; return the channel to its agent. Raises what ``start_launch`` does."""
     try:
         return server.launch(spec, call, following, more=more, held=held)
     except (BrokenPipeError, ConnectionResetError) as error:
@@ -134,7 +134,7 @@ def send_launch(
 
 
 def name_culprit(error: BaseException, call: Call | None, name: str) -> None:
-    """Raise the TypeError that says what of the call of this name cannot be pickled, if the error came of that."""
+    """Raise the TypeError that names what in the call cannot be pickled, if that is the cause of ``error``."""
     if not isinstance(error, Exception) or isinstance(error, OSError):  # the system's doing, not the call's
         return
     if call is not None and not is_misuse(error) and not interrupts.by_handler(error):
@@ -148,7 +148,7 @@ def unpicklable_call(call: Call, name: str, error: Exception) -> Exception:
 
 
 def _culprit(call: Call, name: str) -> tuple[str, object]:
-    """Return which part of a call cannot be pickled, in words and itself."""
+    """Return the part of a call that cannot be pickled, with its name first."""
     parts: list[tuple[str, object]] = [(f"argument {i} of {name}", arg) for i, arg in enumerate(call.args)]
     parts += [(f"argument {key!r} of {name}", value) for key, value in call.kwargs.items()]
     # Found afterwards, part by part: to look at each argument before would pickle all of them twice.

@@ -1,8 +1,8 @@
-"""What a caller does by itself where a launch's own processes do not answer: kill the agent, then the fork server.
+"""The caller's own measures if a launch's processes do not answer: kill the agent, then the fork server.
 
 The agent keeps the deadline and the grace period. It cannot if somebody has stopped it (SIGSTOP, a debugger, a frozen
-cgroup), so its caller watches it, a moment more patient than it should be. Of a call that ranks have without their
-agent it knows no deadline: the caller keeps that, and tells it when it has passed.
+cgroup), so its caller watches it, with slightly longer limits. The agent does not know the deadline of a call that
+ranks get past it: the caller keeps that, and tells the agent when it has passed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mlaunch.protocol.stack_dump import STACKS_TIMEOUT
 
 @dataclass
 class WatchdogTimes:
-    """In seconds. ``reaction``: beyond what an agent may take: on a busy machine one that is not stopped is slow.
+    """The limits, in seconds. ``reaction``: the extra time of an agent, because on a busy machine it may be slow.
 
     ``step``: between steps.
     """
@@ -38,9 +38,9 @@ times = WatchdogTimes()
 
 
 class Backing(Protocol):
-    """What is behind a launch's agent."""
+    """The process or machines behind a launch's agent."""
 
-    silence: str  # says that it was killed, as it did not answer in time
+    silence: str  # a sentence that it was killed, because it did not answer in time
 
     def kill(self) -> None:
         """End it at once, and the launch with it."""
@@ -55,14 +55,15 @@ class Killed(enum.Enum):
     NONE = enum.auto()
     AGENT = enum.auto()
     SERVER = enum.auto()
-    NOTHING_LEFT = enum.auto()  # both were, so there is no word to wait for
+    NOTHING_LEFT = enum.auto()  # both were killed, so there is no word to wait for
 
 
 @dataclass
 class Limits:
-    """``kill_server`` ends the fork server at once. Times in seconds.
+    """The limits of one launch. ``kill_server`` ends the fork server at once. Times in seconds.
 
-    ``tell_late`` tells the agent that the deadline, which counts from ``begun`` on, has passed; None: it keeps that.
+    ``tell_late`` tells the agent that the deadline, which counts from ``begun`` on, has passed; None: the agent keeps
+    it.
     """
 
     grace_period: float
@@ -80,30 +81,30 @@ class Limits:
             self._next_step.start(self.deadline + (self._reaction() if self.tell_late is None else 0.0), begun)
 
     def timeout(self) -> float | None:
-        """Return the seconds until ``kill_if_overdue`` has something to do; None: it never has."""
+        """Return the seconds until ``kill_if_overdue`` has something to do; None if it never has."""
         due = self._next_step.due
         return None if due == NEVER else max(0.0, due - time.monotonic())
 
     def begin_cancel(self, *, force: bool) -> None:
-        """Begin to count: the agent was asked to end the launch. To ask again only shortens what was begun."""
+        """Begin to count: the agent was asked to end the launch. Asking again can only shorten the time."""
         self._act_within(times.step if force else self._reaction())
 
     def hold(self, held: bool) -> None:
-        """Cease to count towards the deadline, or count on."""
+        """Stop counting towards the deadline, or continue."""
         self._next_step.hold(time.monotonic(), held=held)
 
     def agent_ended(self) -> None:
-        """The fork server has nothing left to do but to say so."""
-        self._act_within(2 * times.reaction)  # it also ends what the launch left
+        """Limit the time for the fork server's report that the agent has ended, which is all that is left to do."""
+        self._act_within(2 * times.reaction)  # the server also ends what the launch left
 
     def _act_within(self, seconds: float) -> None:
-        if self.tell_late is not None:  # a deadline of our own, which needs no telling any more
+        if self.tell_late is not None:  # a deadline kept here, about which the agent need not be told any more
             self.tell_late = None
             self._next_step.cancel()
         self._next_step.bring_forward(time.monotonic() + seconds)
 
     def kill_if_overdue(self) -> Killed:
-        """Take the next step, if it is due; return who was killed."""
+        """Take the next step, if it is due; return which process was killed."""
         if time.monotonic() < self._next_step.due:
             return Killed.NONE
         if self.tell_late is not None:
@@ -125,11 +126,11 @@ class Limits:
         return Killed.SERVER if self._last in {Killed.NONE, Killed.AGENT} else Killed.NOTHING_LEFT
 
     def _agent_lives(self) -> bool:
-        """True if it is known, and has not ended."""
+        """True if the agent is known, and has not ended."""
         return self.agent is not None and self.agent.intact() and not linux.wait_readable([self.agent.fd], 0.0)
 
     def close(self) -> None:
-        """Let go of the agent."""
+        """Close the agent's pidfd."""
         if self.agent is not None:
             self.agent.close()
 
@@ -138,7 +139,7 @@ class Limits:
 
 
 def remove_names(spec: LaunchSpec, agreed: LaunchSpec) -> None:
-    """Removes the files of an agent that was killed. ``agreed``: the launch as its machines have agreed on it."""
+    """Remove the files of an agent that was killed. ``agreed``: the launch as its machines have agreed on it."""
     registry.remove(spec.context.environ, registry.name_of(agreed.launch_id, agreed.rank_start))
     error_file.remove_directory(spec)
     temporary.remove(agreed)

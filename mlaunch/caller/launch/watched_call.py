@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from mlaunch.core.parts import Watcher
     from mlaunch.protocol.spec import LaunchSpec
 
-    TakeRanks = Callable[[Sequence[Mapping[str, Any]]], None]  # each as its agent tells of it
+    TakeRanks = Callable[[Sequence[Mapping[str, Any]]], None]  # each as its agent describes it
     TakeNoticed = Callable[[Noticed, RankFailure | None], None]
 
-# Seconds after which they begin to look: where options ask for something, and else. Shorter calls are spared the work.
+# Seconds until they begin to look: if options ask for something, and otherwise. Shorter calls are spared the work.
 _SOON, _LATE = 0.2, 10.0
 _NEVER = float("inf")
 
 
 class WatchedCall:
-    """A call as a feature sees it that looks at it.
+    """A call, as the features that look at it see it.
 
     Attributes:
         spec: Its launch.
         begun: When it began, in monotonic seconds.
-        clock: Returns them.
+        clock: Returns the time in monotonic seconds.
     """
 
     clock = staticmethod(time.monotonic)
@@ -44,24 +44,24 @@ class WatchedCall:
         self._ask, self._found = ask, found
 
     def ask(self, word: bytes, take: TakeRanks) -> None:
-        """Ask its agent as who comes to look does (``protocol/visitors.py``); ``take`` gets what it tells of ranks."""
+        """Ask its agent as a visitor does (``protocol/visitors.py``); ``take`` gets what the agent tells of ranks."""
         self._ask(word, take)
 
     def found(self, noticed: Noticed, failure: RankFailure | None = None) -> None:
-        """Tell the user what was found; with ``failure`` end the call by that instead, unless it has failed already."""
+        """Tell the user what was found. With ``failure``, end the call by that instead, unless it has failed."""
         self._found(noticed, failure)
 
 
 class Watchers:
-    """Those of one launch. ``send`` reaches its agent, ``found`` gets what they find."""
+    """The watchers of one launch. ``send`` sends to its agent, ``found`` takes what they find."""
 
     def __init__(self, spec: LaunchSpec, send: Callable[[Question], object], found: TakeNoticed) -> None:
         self._spec, self._send, self._found = spec, send, found
         self._watchers: list[Watcher] = []
-        self._begun = self._due = _NEVER  # the call; when watchers are made
+        self._begun = self._due = _NEVER  # when the call began; when watchers are made
         self._asked: dict[int, TakeRanks] = {}  # by the number of the question
         self._number = 0
-        self.held = False  # somebody debugs
+        self.held = False  # a user is debugging
 
     def begin(self, now: float) -> None:
         """Begin with a call."""
@@ -74,13 +74,13 @@ class Watchers:
         self._begun = self._due = _NEVER
 
     def hold(self, *, held: bool) -> None:
-        """Cease to look while somebody debugs, or begin again."""
+        """Stop looking while a user is debugging, or begin again."""
         self.held = held
         if self._begun < _NEVER:
             self.begin(time.monotonic())
 
     def timeout(self) -> float | None:
-        """Return the seconds until ``take_steps`` has something to do; None: it has not."""
+        """Return the seconds until ``take_steps`` has something to do; None if it has nothing."""
         due = self._due
         for watcher in self._watchers:
             due = min(due, watcher.due)
@@ -92,7 +92,7 @@ class Watchers:
             return
         now = time.monotonic()
         if now >= self._due:
-            from mlaunch.core.load import watchers_of  # which short calls do not need
+            from mlaunch.core.load import watchers_of  # short calls do not need it
 
             self._due = _NEVER
             self._watchers = watchers_of(WatchedCall(self._spec, self._begun, self._ask, self._found))
@@ -106,6 +106,6 @@ class Watchers:
         self._send(Question(self._number, word))
 
     def take(self, number: int, status: Mapping[str, Any]) -> None:
-        """Pass on the answer to a question, unless it is of an earlier call."""
+        """Pass on the answer to a question, unless it is about an earlier call."""
         if (take := self._asked.pop(number, None)) is not None:
             take(status["ranks"])

@@ -1,8 +1,8 @@
 """The options of a launch. Each is stated once, as a field of ``Options``: name, type, default, values, meaning, flag.
 
 The signature of ``launcher``, its documentation, the checks (``option_text``) and the flags of ``mlaunch run``
-(``run/command/flags.py``) are made from these fields. What must be written elsewhere for editors (``option_types``) is
-held to them by ``tests/unit/test_options.py``. Which feature has an option, ``features.py`` says.
+(``run/command/flags.py``) are made from these fields. What must be repeated elsewhere for editors (``option_types``) is
+compared with them in ``tests/unit/test_options.py``. ``features.py`` says which feature has an option.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def about(name: str) -> About:
 
 @frozen_record
 class Options:
-    """What ``launcher`` takes besides the function. Those before ``KW_ONLY`` also by position."""
+    """The arguments of ``launcher`` other than the function. Those before ``KW_ONLY`` also by position."""
 
     n_gpus: int | None = option(
         None,
@@ -461,7 +461,7 @@ class Options:
 
     @functools.cached_property
     def features(self) -> list[Feature]:
-        """The features that these options ask for."""
+        """Return the features that these options ask for."""
         return asked_for(self)
 
     def replaced(self, changes: Mapping[str, Any]) -> Options:
@@ -474,7 +474,7 @@ class Options:
 
 
 def _nearest(name: str, names: Sequence[str]) -> str:
-    import difflib  # for this alone
+    import difflib  # only needed here
 
     near = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {near[0]!r}?" if near else "help(launcher) lists what there is"

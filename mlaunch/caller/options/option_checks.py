@@ -1,4 +1,4 @@
-"""Options that do not go together, and what does."""
+"""Checks of options that do not go together. Their messages say what does."""
 
 from __future__ import annotations
 

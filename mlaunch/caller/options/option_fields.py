@@ -1,4 +1,4 @@
-"""What an option is made of: its kind of value, its meaning and its flag, as a field of ``Options`` states them."""
+"""The description of an option: its kind of value, its meaning and its flag, as a field of ``Options`` states them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class OptionType:
         raise NotImplementedError
 
     def of_word(self, word: Any) -> object:
-        """Return the value that the word behind a flag stands for. ValueError if it is none."""
+        """Return the value for the word behind a flag. ValueError if there is none."""
         return word
 
     @property
@@ -56,7 +56,7 @@ class Flag:
         group: Of flags, in the help.
         torchruns: Torchrun has it, too: it has two spellings, and a variable.
         apart: The command reads it with others, in ``run/command/job.py``.
-        kind: What argparse makes of its value; None: what is usual for the option's.
+        kind: What argparse makes of its value; None: as usual for the option.
         of_python: Why it does not go with ``--no-python``; "": it does.
     """
 
@@ -72,13 +72,13 @@ class Flag:
 
 @frozen_record
 class About:
-    """What is to be known of an option besides its name, type and default.
+    """The facts about an option other than its name, type and default.
 
     Attributes:
         allowed: Checks its values, and names them.
         meaning: For people.
-        flag: That of ``mlaunch run`` which sets it; None where none does.
-        variable: The environment variable that counts where the option is not given; "": there is none.
+        flag: The flag of ``mlaunch run`` that sets it; None if there is none.
+        variable: The environment variable that counts if the option is not given; "": there is none.
         needs: The option without which it has no effect, and why.
     """
 
@@ -99,5 +99,5 @@ def option(
     needs: tuple[str, str] | None = None,
     shown: bool = True,
 ) -> T:
-    """Return a dataclass's field with all that there is to say of it. ``shown``: ``repr`` shows its value."""
+    """Return a dataclass's field with all facts about the option. ``shown``: ``repr`` shows its value."""
     return field(default=default, repr=shown, metadata={"about": About(allowed, meaning, flag, variable, needs)})

@@ -1,4 +1,4 @@
-"""What is made from the fields of ``Options``: signatures, a docstring's section, a page of the documentation."""
+"""Texts made from the fields of ``Options``: signatures, a docstring's section, a page of the documentation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 from mlaunch.caller.options.launch_options import Options, about
 
 _WIDTH = 112  # of a docstring's lines
-_WORD = re.compile(r'"([\w:-]+)"')  # a value, which the page shows as such
+_WORD = re.compile(r'"([\w:-]+)"')  # a value, which the page shows as a literal
 _MARK = "**options:"
 
 
@@ -36,7 +36,7 @@ def signature_of_changes() -> Signature:
 
 
 class SignatureOfClass:
-    """What ``inspect`` is told that the class takes; an instance takes what its function does."""
+    """The arguments of the class for ``inspect``; an instance takes those of its function."""
 
     def __init__(self, signature: Signature) -> None:
         self._signature = signature
@@ -48,7 +48,7 @@ class SignatureOfClass:
 
 
 def _parameters() -> Iterator[Parameter]:
-    types = get_type_hints(Options, localns={"KW_ONLY": object})  # of Python 3.10's own, it says that it is no type
+    types = get_type_hints(Options, localns={"KW_ONLY": object})  # the one of Python 3.10 says that it is no type
     for option in fields(Options):
         kind = Parameter.KEYWORD_ONLY if option.kw_only else Parameter.POSITIONAL_OR_KEYWORD
         yield Parameter(option.name, kind, default=option.default, annotation=types[option.name])
@@ -81,16 +81,16 @@ def representation(name: str, function: Callable[..., Any], options: Options) ->
 
 
 def _taken(function: Callable[..., Any]) -> str:
-    """Return what a function takes, without annotations, and of long defaults the beginning."""
+    """Return a function's parameters, without annotations, and with only the beginning of long defaults."""
     try:
         taken = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # it does not say
+    except (TypeError, ValueError):  # it has no signature
         return "(...)"
     return str(Signature([one.replace(annotation=Parameter.empty, default=_Short.of(one.default)) for one in taken]))
 
 
 class _Short:
-    """A default, in short."""
+    """A default value that is shown in short."""
 
     def __init__(self, text: str) -> None:
         self._text = text

@@ -1,8 +1,8 @@
-"""The options as type checkers take them: keywords, each with its type, none required.
+"""The options for type checkers: keywords, each with its type, none required.
 
-A type checker reads types where they are written and nowhere else, so these stand here once more;
-``tests/unit/test_options.py`` holds them to ``Options``. The seven that may be given by position are parameters of
-``launcher.__new__``, and keywords of ``options`` alone.
+A type checker only reads types that are written out, so they are repeated here; ``tests/unit/test_options.py`` compares
+them with ``Options``. The seven that may be given by position are parameters of ``launcher.__new__``, and keywords only
+of ``options``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mlaunch.caller.options.option_values import PlacesRanks, TakesCalls
 
 
 class KeywordOptions(TypedDict, total=False):
-    """Those that are given by name only."""
+    """The options that are given by name only."""
 
     devices: Sequence[int] | None
     lease: bool | str
@@ -57,7 +57,7 @@ class KeywordOptions(TypedDict, total=False):
 
 
 class AllOptions(KeywordOptions, total=False):
-    """All."""
+    """All options."""
 
     n_gpus: int | None
     world_size: int | None

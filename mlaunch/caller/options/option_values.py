@@ -21,14 +21,14 @@ HIGHEST_PORT = 65535
 
 
 class TakesCalls(Protocol):
-    """What ``ranks=`` has to be: ``mlaunch.Ranks``."""
+    """The type of values for ``ranks=``: ``mlaunch.Ranks``."""
 
     def call(self, options: Any, call: Call) -> Ended:
         """Make a call, with ``Options``, and wait for it."""
 
 
 class PlacesRanks(Protocol):
-    """What ``engine=`` has to be: an engine, or machines that one holds."""
+    """The type of values for ``engine=``: an engine, or machines that an engine holds."""
 
     def call(self, options: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ended:
         """Make a call on ranks of its own, with ``Options``, and wait for it."""
@@ -61,13 +61,13 @@ class Whole(OptionType):
 
 @frozen_record
 class Seconds(OptionType):
-    """A finite number of seconds. ``optional``: or None. ``delta``: a timedelta will do."""
+    """A finite number of seconds. ``optional``: None is allowed. ``delta``: a timedelta is allowed."""
 
     word: ClassVar[type] = float
     zero: bool = False  # allowed
     optional: bool = False
     delta: bool = False
-    none: str = " for no limit"  # what it means
+    none: str = " for no limit"  # what None means
 
     def __str__(self) -> str:
         return ("seconds, 0 or more" if self.zero else "seconds, more than 0") + (
@@ -133,12 +133,12 @@ class Choice(OptionType):
             raise ValueError(f"{name}={value!r}: allowed: {self}")
 
     def _allows(self, _value: object) -> bool:
-        """True if it is allowed, though no word."""
+        """True if a value that is not one of the words is allowed."""
         return False
 
 
 class WordOrCpus(Choice):
-    """One of some words, or lists of CPUs, for each local rank one."""
+    """One of some words, or lists of CPUs, one for each local rank."""
 
     def __str__(self) -> str:
         return f'{super().__str__()}, or CPUs of each local rank such as "0-7;8-15"'
@@ -148,7 +148,7 @@ class WordOrCpus(Choice):
         return f"{super().of_flag}, or CPUs of each local rank such as '0-7;8-15'"
 
     def _allows(self, value: object) -> bool:
-        from mlaunch.base import cores  # for this alone
+        from mlaunch.base import cores  # only needed here
 
         try:
             return isinstance(value, str) and all([cores.of_list(part) for part in value.split(";")])
@@ -202,7 +202,7 @@ class Signals(OptionType):
 
 
 def _numbers(name: str, value: object, allowed: str) -> Sequence[int]:
-    """Return a value that is a sequence of whole numbers from 0. TypeError and ValueError for what is not."""
+    """Return a value that is a sequence of whole numbers from 0. TypeError or ValueError for other values."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise TypeError(f"{name}={value!r}: allowed: {allowed}")
     for number in value:
@@ -265,7 +265,7 @@ class FilePath(OptionType):
 
 
 class Listener(OptionType):
-    """What gets events."""
+    """A listener to events."""
 
     def __str__(self) -> str:
         return "a function, the path of a file, 'otel', or None"
@@ -340,7 +340,7 @@ class AnEngine(OptionType):
 
 
 class Seed(OptionType):
-    """What the generators may start from, or None."""
+    """A seed for the generators, or None."""
 
     def __str__(self) -> str:
         return seeding.ALLOWED
@@ -350,7 +350,7 @@ class Seed(OptionType):
 
 
 class Directory(OptionType):
-    """A path, or None. ``Options`` checks it, because of ``output``, which says whose the streams are."""
+    """A path, or None. ``Options`` checks it, because that depends on ``output``, which says where the streams go."""
 
     def __str__(self) -> str:
         return "a path, or None"
@@ -366,7 +366,7 @@ _STOP = "stop"
 
 
 def parse_stall(value: float | str | None) -> tuple[float | None, bool]:
-    """Return the seconds, None for never, and whether the run ends. ValueError for what is neither."""
+    """Return the seconds, None for never, and whether the run ends. ValueError for other values."""
     if value is None:
         return None, False
     seconds, _, then = str(value).strip().partition(" ")
@@ -380,7 +380,7 @@ def parse_stall(value: float | str | None) -> tuple[float | None, bool]:
 
 
 class StallLimit(OptionType):
-    """Seconds, also with what is to happen then."""
+    """A number of seconds, also with the word for what happens then."""
 
     def __str__(self) -> str:
         return 'seconds, more than 0, also as "60 stop", which ends the run; or None for never'
@@ -401,7 +401,7 @@ class StallLimit(OptionType):
 
 
 def parse_share(value: float | str) -> float:
-    """Return the share, of "10%" 0.1. ValueError for what is none between 0 and 1."""
+    """Return the share, for "10%" 0.1. ValueError for a value that is not between 0 and 1."""
     text = str(value).strip()
     share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
     if not 0 < share < 1:
@@ -428,13 +428,13 @@ class ShareOfTime(OptionType):
 
 
 def ranks_of(debug: bool | str) -> list[int]:
-    """Return the ranks that ``debug=`` names: [0, 2] for "debugpy:0,2", and none for all."""
+    """Return the ranks that ``debug=`` names: [0, 2] for "debugpy:0,2", and an empty list for all ranks."""
     found = _IDE.fullmatch(debug) if isinstance(debug, str) else None
     return [int(rank) for rank in (found["ranks"] or "").split(",") if rank] if found else []
 
 
 class DebugWay(OptionType):
-    """True, False, or what names an IDE's debugger."""
+    """True, False, or the name of an IDE's debugger."""
 
     def __str__(self) -> str:
         return 'True, False, "debugpy", or with ranks "debugpy:0,2"'

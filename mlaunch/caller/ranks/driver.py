@@ -1,7 +1,8 @@
 """The driver of a launch of ranks that stay: one thread at a time.
 
-Whoever waits for a call does it himself: Ctrl-C, the running cell and the latency are then those of a launch. While
-nobody waits, a thread does: it carries what ranks print, advances what was submitted, and sees a rank die.
+A thread that waits for a call drives it itself: Ctrl-C, the running cell and the latency are then those of a launch.
+While no thread waits, the driver's own thread drives: it passes on what ranks print, advances submitted calls, and
+notices when a rank dies.
 """
 
 from __future__ import annotations
@@ -20,34 +21,35 @@ from mlaunch.base.fds import KeptEpoll, KeptFd, in_forks
 from mlaunch.caller import interrupts
 from mlaunch.caller.ranks.kept_call import KeptCall
 
-_LOOK_AGAIN = 1.0  # seconds after which whoever drives looks again whether its call is over
-_SHORT_STEP = 0.01  # seconds that a step takes at most, unless it waits for somebody to read what ranks print
+_LOOK_AGAIN = 1.0  # seconds after which the driving thread checks again whether its call is over
+_SHORT_STEP = 0.01  # seconds that a step takes at most, unless it waits for a reader of what ranks print
 
 
 class Driver:
-    """What steps a launch when there is something to do: the thread of who waits, or one of its own."""
+    """The loop that steps a launch when there is something to do, in a thread that waits for a call or in its own."""
 
     def __init__(self, launch: Any) -> None:  # a RanksLaunch, whose module imports this one
         self._launch = launch
         self._pid = os.getpid()
         self._leader: int | None = None  # a thread
-        self._closing = threading.RLock()  # so that nobody writes into what has taken a closed descriptor's number
+        self._closing = threading.RLock()  # so that no thread writes into a file with a closed descriptor's number
         self._wake = KeptFd(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
         self._wakes = launch.watch(self._wake.fd)
-        # The thread wakes as the other end closes, also by others: a poll holds what it waits for, unlike an epoll.
+        # The thread wakes when the other end closes, even if other code closes it: a poll holds what it waits for,
+        # unlike an epoll.
         self._ending, self._end = (KeptFd(fd) for fd in os.pipe2(os.O_CLOEXEC))
         self._kept = KeptEpoll()
-        self._watched = self._kept.poll  # by the thread; the launch only while nobody else drives
+        self._watched = self._kept.poll  # by the thread; the launch only while no other thread drives
         self._fd = launch.fileno()
         self._watched.register(self._fd, select.EPOLLIN)
-        self._watched.register(self._ending.fd, 0)  # by which it is known again
+        self._watched.register(self._ending.fd, 0)  # to check later that it is still the same file
         _drivers.add(self)
         self._thread = threading.Thread(target=self._follow, name="mlaunch-ranks", daemon=True)
         self._thread.start()
 
     def intact(self) -> bool:
-        """True if the descriptors are still its own: others may have closed them and opened files."""
-        # Asked for each call. Two that the kernel finds together, by number and open file, are what they were.
+        """True if the descriptors are still its own: other code may have closed them and opened files."""
+        # Checked for each call. If the kernel finds both, by number and open file, they are still the same.
         if self._kept.watches(self._ending.fd, 0):
             return self._is_woken() and self._end.intact()
         if self._ending.intact():
@@ -60,24 +62,24 @@ class Driver:
         return self._wake.intact()
 
     def drive(self, call: KeptCall) -> None:
-        """Step until the call is over, or all has ended, if nobody else does; else wait for it. Can be interrupted.
+        """Step until the call is over, or all has ended, if no other thread does; otherwise wait. Can be interrupted.
 
-        A call that is not over though all has ended is another driver's by then, or will be.
+        If all has ended and the call is not over, it belongs to another driver, or soon will.
         """
         if not self._leads(lambda: call.over, call):
             with interrupts.allowed():
                 call.wait()
 
     def drive_in_callback(self, over: Callable[[], bool], due: float | None) -> None:
-        """Step until that is so, or the time has come, if this is the thread, which tells a future: nobody else would.
+        """Step until ``over`` is True or ``due`` has come, if this is the driver's own thread, in a future's callback.
 
-        ``due``: in monotonic seconds.
+        No other thread would step then. ``due``: in monotonic seconds.
         """
         if threading.current_thread() is self._thread:
             self._leads(lambda: over() or (due is not None and time.monotonic() >= due), due=due)
 
     def _leads(self, over: Callable[[], bool], call: KeptCall | None = None, due: float | None = None) -> bool:
-        """Step until that is so, or all has ended; False if another thread does."""
+        """Step until ``over`` is True, or all has ended; return False if another thread does."""
         me, before = threading.get_ident(), self._leader
         if not self._takes_lead(me):
             return False
@@ -86,12 +88,12 @@ class Driver:
                 self._launch.hear_values(call)
                 self._tell()
             while not over() and not self._launch.ended.is_set():
-                if not self._takes_lead(me):  # somebody else has, while this one told
+                if not self._takes_lead(me):  # another thread drives since this one ran callbacks
                     return False
-                if over():  # since it was asked: who tells while nobody leads wakes nobody
+                if over():  # it became True meanwhile: callbacks that run while no thread drives wake nobody
                     break
-                # Who waits drives: output lands in the running cell, Ctrl-C comes where it is handled, no thread is
-                # woken on the way.
+                # The waiting thread drives: output lands in the running cell, Ctrl-C comes where it is handled, and no
+                # thread has to be woken.
                 interrupts.wait_readable([self._fd], self._patience(due))
                 self._read_wake()
                 self._launch.step()
@@ -105,21 +107,24 @@ class Driver:
         return True
 
     def _tell(self) -> None:
-        """Tell what a step has brought. Whoever drives by then may wait for just that, and looks again."""
+        """Set the futures that a step has settled. Wake a thread that drives now: it may wait for one of them."""
         self._launch.tell()
         with self._launch.lock:
             if self._leader not in {None, threading.get_ident()}:
                 self.notify()
 
     def _patience(self, due: float | None) -> float:
-        """Return how long to wait. Whoever told meanwhile may have ended what is waited for, without a word to us."""
+        """Return how long to wait.
+
+        Bounded, because another thread's callbacks may have ended the wait without a wake-up.
+        """
         left = None if due is None else max(0.0, due - time.monotonic())
         return min(one for one in (self._launch.timeout(), left, _LOOK_AGAIN) if one is not None)
 
     def _takes_lead(self, me: int) -> bool:
-        """Have this thread drive; False if another one does, or all has ended."""
+        """Make this thread the driver; return False if another one is, or all has ended."""
         lock = self._launch.lock
-        while not lock.acquire(timeout=_LOOK_AGAIN):  # whoever has it may wait for somebody to read what ranks print
+        while not lock.acquire(timeout=_LOOK_AGAIN):  # its holder may wait for a reader of what ranks print
             with interrupts.allowed():
                 pass
         try:
@@ -132,7 +137,7 @@ class Driver:
             lock.release()
 
     def now_or_next(self, do: Callable[[], None]) -> None:
-        """Do under the lock what each step does, too; leave it to the next one if the present one takes long."""
+        """Call ``do`` under the lock; leave it to the next step, which does the same, if the present one takes long."""
         if self._launch.lock.acquire(timeout=_SHORT_STEP):
             try:
                 do()
@@ -142,7 +147,7 @@ class Driver:
             self.notify()
 
     def step_aside(self) -> None:
-        """Have others drive while this thread, if it does, runs user code, which may wait for them."""
+        """Make room for another driver, if this thread drives, while it runs user code, which may wait for one."""
         with self._launch.lock:
             if self._leader == threading.get_ident():
                 self._lead(None)
@@ -150,24 +155,24 @@ class Driver:
                     self.notify()
 
     def _lead(self, thread: int | None) -> None:
-        """Have a thread drive, or nobody but ours; called under the lock."""
+        """Make ``thread`` the driver; None: the driver's own thread. Called under the lock."""
         changed, self._leader = thread != self._leader, thread
-        if changed and not self._launch.ended.is_set():  # else ours has left, or is about to
+        if changed and not self._launch.ended.is_set():  # otherwise the own thread has ended, or is about to
             try:
                 self._watched.modify(self._fd, select.EPOLLIN if thread is None else 0)
             except OSError:  # they were closed, which a step will find
                 return
 
     def drive_to_end(self) -> None:
-        """Drive to the end of all, or waits for that. Can be interrupted."""
+        """Drive until all has ended, or wait for that. Can be interrupted."""
         while not self._launch.ended.is_set():
-            if threading.current_thread() is self._thread:  # in a callback of a future's
+            if threading.current_thread() is self._thread:  # in a callback of a future
                 self._follow_once()
             elif not self._leads(self._launch.ended.is_set):
                 self._wait_for_end()
 
     def join(self) -> None:
-        """Wait, after the end, until all have been told, unless a callback asks for it. Can be interrupted."""
+        """Wait, after the end, until all futures are set, unless called in a callback. Can be interrupted."""
         if threading.current_thread() is not self._thread:
             with interrupts.allowed():
                 self._thread.join()
@@ -183,21 +188,24 @@ class Driver:
             os.close(end)
 
     def notify(self) -> None:
-        """Make whoever drives look again; takes no lock that is held for long: the collector may call it anywhere."""
-        if self._pid != os.getpid():  # a fork shares the descriptor, and some thread may have held the lock
+        """Make the driving thread check again.
+
+        The collector may call it anywhere, so it takes no lock that is held long.
+        """
+        if self._pid != os.getpid():  # a fork shares the descriptor, and a thread may have held the lock
             return
         with self._closing:
             if self._is_woken():
                 os.eventfd_write(self._wake.fd, 1)
 
     def end(self) -> None:
-        """Make the thread look whether the launch has ended."""
+        """Make the thread check whether the launch has ended."""
         if self._pid == os.getpid():
             with self._closing:
                 self._end.close()
 
     def _leave_to_parent(self) -> None:
-        """Close a fork's copy of the end at whose closing the parent's thread wakes."""
+        """Close a fork's copy of the end whose closing wakes the parent's thread."""
         self._end.close()
 
     def _read_wake(self) -> None:
@@ -206,7 +214,7 @@ class Driver:
                 os.eventfd_read(self._wake.fd)
 
     def _follow(self) -> None:
-        """Drive while nobody else does; the thread's life."""
+        """Drive while no other thread does; the main function of the driver's thread."""
         while not self._launch.ended.is_set():
             self._follow_once()
         with self._closing:
@@ -215,7 +223,7 @@ class Driver:
 
     def _follow_once(self) -> None:
         linux.wait_readable([self._kept.fd, self._ending.fd], self._timeout())
-        with self._launch.lock:  # for all of the step: who begins to drive meanwhile would wait for what it has closed
+        with self._launch.lock:  # for all of the step: a thread that begins to drive would wait on closed files
             drives = (self._leader is None or not self.intact()) and not self._launch.ended.is_set()
             if drives:
                 self._read_wake()
@@ -224,10 +232,10 @@ class Driver:
             self._tell()
 
     def _timeout(self) -> float | None:
-        """Return the seconds until the thread is to look again.
+        """Return the seconds until the thread must check again.
 
-        It is not told when somebody ceases to drive, and may begin to wait after a call was submitted and before its
-        caller drives it. So it never waits for longer than ranks may idle.
+        It is not woken when another thread stops driving, and may begin to wait after a call was submitted and before
+        its caller drives it. So it never waits for longer than ranks may idle.
         """
         with self._launch.lock:
             if self._launch.ended.is_set():

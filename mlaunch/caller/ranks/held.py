@@ -1,4 +1,4 @@
-"""Handles to what ranks that stay hold, and values that are dealt to the ranks."""
+"""Handles to objects that ranks hold, and values that are dealt to the ranks."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ class Holder(Protocol):
 
     @property
     def owner(self) -> str:
-        """The launch that they are now; "": they are gone."""
+        """Return the ID of their present launch; "" if they are gone."""
 
     @property
     def free_later(self) -> Callable[[str, int], None]:
-        """Make the next call free a held object, of this launch and number; called in any thread.
+        """Return a function that makes the next call free a held object, by launch and number. It runs in any thread.
 
-        It must not hold the ranks: until it is called it is referred to for good.
+        It must not refer to the ranks: it is referred to for good, until it is called.
         """
 
 
 class Held:
     """The handle of one object on each rank, which ``Ranks.hold`` makes.
 
-    In the arguments of a call on the same ranks, at any depth, and in what a function brings along, it is on each rank
-    that rank's object: the same one in each call. It is freed when the handle is (with the next call), or by ``free``.
+    In the arguments of a call on the same ranks, at any depth, and in what a function refers to, it becomes on each
+    rank that rank's object: the same one in each call. The objects are freed by ``free``, or with the next call after
+    the handle is gone.
 
     Attributes:
         descriptions: What each rank holds: type, shape, bytes.
@@ -57,12 +58,12 @@ class Held:
         return values if rank is None else values[rank]
 
     def free(self) -> None:
-        """Let go of the objects, with the next call. May be called again."""
+        """Free the objects, with the next call. May be called again."""
         self._finalizer()
 
     @property
     def alive(self) -> bool:
-        """Whether the ranks still hold it."""
+        """True while the ranks hold the objects."""
         return self._finalizer.alive and self._ranks.owner == self._owner
 
     def __repr__(self) -> str:
@@ -119,7 +120,7 @@ def scatter(values: Sequence[Any]) -> Any:
     """Deal values to ranks that stay: anywhere in the arguments of a call, rank i gets the i-th.
 
     Raises, as the call is made:
-        TypeError: It is no call on ``Ranks``.
+        TypeError: It is not a call on ``Ranks``.
         ValueError: There are more or fewer values than ranks.
 
     Example:

@@ -29,7 +29,7 @@ from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import Context
 from mlaunch.rank.setup import device
 
-# Of one call, or of the launcher: ranks need not have been started with them.
+# Options of one call, or of the launcher: ranks need not have been started with them.
 T = TypeVar("T")
 _OF_A_CALL = {"deadline", "log_dir", "progress", "max_restarts", "seed", "keep", "ranks", "join"}
 
@@ -44,9 +44,9 @@ class _Set:
 
 @dataclass
 class _Locks:
-    """``of_sets`` is held for a moment; one ``of_making``, by key, while ranks are started. None while any end.
+    """The locks: ``of_sets`` is held for a moment; one of ``of_making``, by key, while ranks are started.
 
-    A lock of making is there as long as some thread has it in hand.
+    No lock is held while ranks end. A lock in ``of_making`` exists as long as a thread uses it.
     """
 
     of_sets: threading.Lock = field(default_factory=threading.Lock)
@@ -55,11 +55,11 @@ class _Locks:
 
 _locks = _Locks()
 _sets: dict[str, _Set] = {}
-_leaving: list[tuple[str, _Set]] = []  # which somebody closes
+_leaving: list[tuple[str, _Set]] = []  # which a thread is closing
 
 
 def _forget() -> None:
-    """Forget them in a fork of the caller, which has no right to its parent's ranks, nor to locks taken there."""
+    """Forget the sets in a fork of the caller, which may use neither its parent's ranks nor locks taken there."""
     _locks.of_sets, _locks.of_making = threading.Lock(), weakref.WeakValueDictionary()
     _sets.clear()
     _leaving.clear()
@@ -71,7 +71,7 @@ in_forks(_forget)
 def call_on_kept(
     options: Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Ended:
-    """Run the function on the ranks that the options name, or that they share; returns how the call ended."""
+    """Run the function on the ranks that the options name, or that they share; return how the call ended."""
     if options.ranks is not None:
         return options.ranks.call(options, Call(function, args, kwargs))
 
@@ -88,8 +88,11 @@ def call_on_kept(
 
 
 def _on_granted(options: Options, call: Call, name: str) -> Ended:
-    """Make the call on ranks that are kept for what it is granted, which it gives back as it ends; they stay."""
-    from mlaunch.core.load import CallerParts  # which most calls do not need
+    """Make the call on ranks kept for the resources that it is granted.
+
+    It gives these back at its end; the ranks stay.
+    """
+    from mlaunch.core.load import CallerParts  # most calls do not need it
 
     environ, line = {**os.environ, **(options.env or {})}, StartingLine(name, place_of(options))
     with CallerParts(options) as parts:
@@ -112,25 +115,25 @@ def options_of_ranks(grant: Grant) -> Options:
 def on_shared(options: Options, make: Callable[[Ranks], T], surroundings: Context | None = None) -> T:
     """Make a call on the ranks that these options share.
 
-    ``surroundings``: of the moment at which it was asked for; None: that is now.
+    ``surroundings``: those of the moment at which it was asked for; None: those of now.
     """
     while True:
         ranks = _shared(options, surroundings)
         try:
             return make(ranks)
         except ClosedError:
-            if not ranks.closed:  # others, which a __reduce__ has called
+            if not ranks.closed:  # by code in a __reduce__, which has started others
                 raise
 
 
 def _shared(options: Options, surroundings: Context | None) -> Ranks:
-    """Return the set for these options; a fresh one, if environment, working directory or the user's code changed."""
+    """Return the set for these options; a new one, if environment, working directory or the user's code changed."""
     own = {field.name: getattr(options, field.name) for field in fields(options) if field.name not in _OF_A_CALL}
     key = f"{id(options.engine)} {sorted(own.items())!r}"  # two engines may look alike
     while True:
         with _locks.of_sets:
             making = _locks.of_making.setdefault(key, threading.Lock())
-        # One lock for each key: ranks of other options may start meanwhile, which takes seconds.
+        # One lock for each key: ranks with other options may start meanwhile, which takes seconds.
         with making:
             environ = {**(os.environ if surroundings is None else surroundings.environ), **(options.env or {})}
             cwd = os.getcwd() if surroundings is None else surroundings.cwd
@@ -142,9 +145,9 @@ def _shared(options: Options, surroundings: Context | None) -> Ranks:
                     _sets[key] = found
                 found.ranks.when_over(functools.partial(_leave_out, key, weakref.ref(found)))
         if found is not None:
-            found.ranks.stay(options.keep)  # of those who share a set, the latest says how long
+            found.ranks.stay(options.keep)  # among callers that share a set, the latest decides how long
             return found.ranks
-        for one in in_the_way:  # without a lock: a call of its may run for long
+        for one in in_the_way:  # without a lock: a call on one of them may run for long
             one[1].ranks.close()
             with _locks.of_sets:
                 if one in _leaving:
@@ -152,14 +155,14 @@ def _shared(options: Options, surroundings: Context | None) -> Ranks:
 
 
 def _leave_out(key: str, over: weakref.ref[_Set]) -> None:
-    """Leave out a set that has ended: a sweep has as many as it has trials."""
+    """Remove a set that has ended: a sweep has as many as it has trials."""
     with _locks.of_sets:
         if key in _sets and _sets[key] is over():
             del _sets[key]
 
 
 def _look(key: str, options: Options, environ: dict[str, str], cwd: str) -> tuple[_Set | None, list[tuple[str, _Set]]]:
-    """Return the set that is there, or else those that are to end before: an older one, idle rivals, what leaves."""
+    """Return the existing set, or else the sets that must end first: an older one, idle rivals, and those leaving."""
     with _locks.of_sets:
         found = _sets.get(key)
         if found is not None and (found.environ, found.cwd) == (environ, cwd) and not found.ranks.outdated:
@@ -171,14 +174,14 @@ def _look(key: str, options: Options, environ: dict[str, str], cwd: str) -> tupl
 
 
 def _are_rivals(options: Options, other: _Set) -> bool:
-    """True if they want the same accelerators, whose memory the new one needs; engines know their machines."""
+    """True if they need the same accelerators, whose memory the new one needs; engines know their machines."""
     if options.engine is not None or not other.here:
         return False
     return meet(options, other.ranks.devices, {**os.environ, **(options.env or {})})
 
 
 def meet(options: Options, taken: Sequence[str], environ: Mapping[str, str]) -> bool:
-    """True if ranks with these options would be on a device that is taken; True where that cannot be known."""
+    """True if ranks with these options would be on a device that is taken; also if that is unknown."""
     kind = taken[0].partition(":")[0]
     if kind == "cpu" or options.device_type not in {"auto", kind}:
         return False
@@ -188,7 +191,7 @@ def meet(options: Options, taken: Sequence[str], environ: Mapping[str, str]) -> 
     runtime = "rocm" if kind == "cuda" and "HIP_VISIBLE_DEVICES" in environ else kind
     try:
         wanted = device.visible(runtime, numbers, environ).split(",")
-    except IndexError:  # fewer are visible: they will not be started
+    except IndexError:  # fewer are visible: the ranks will not be started
         return False
     names = [name.partition(":")[2] for name in taken]
     named_alike = {name.isdigit() for name in names} == {name.isdigit() for name in wanted}

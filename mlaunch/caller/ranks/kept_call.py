@@ -30,18 +30,18 @@ from mlaunch.protocol.spec import LaunchSpec
 
 _OF_A_CALL = ("deadline", "log_dir", "progress")  # options
 _CALL_LIMIT = 16 * 1024  # bytes of a call inside the record that begins it; a memory file costs more than a call
-_SENT = Payload()  # in place of a content that nobody needs any more
+_SENT = Payload()  # replaces content that is no longer needed
 
 
 class MergedOptions:
-    """What the options of ranks come to with those of a call; checked once, where one is given again and again."""
+    """The options of ranks, merged with those of a call; checked once if a call's options are given repeatedly."""
 
     def __init__(self, own: Options) -> None:
         self._own = own
-        self._last: tuple[Options, Options] | None = None  # given, and what came of it
+        self._last: tuple[Options, Options] | None = None  # those given, and the result
 
     def with_those_of(self, call: Options) -> Options:
-        if call is self._own:  # what they print comes as they were started
+        if call is self._own:  # what ranks print is handled as it was when they started
             return call
         if self._last is None or self._last[0] is not call:
             self._last = call, self._own.replaced({field: getattr(call, field) for field in _OF_A_CALL})
@@ -61,11 +61,11 @@ class RanksFuture(Future[Any]):
     def __init__(self) -> None:
         super().__init__()
         self._queued: Callable[[], KeptCall | None] = lambda: None
-        # With the usual one, Ctrl-C in result() may leave it locked, and the thread that tells the values hangs.
+        # With the usual one, Ctrl-C in result() may leave it locked, and the thread that sets the values hangs.
         self._condition = interrupts.Condition()  # type: ignore[assignment]
 
     def queue(self, call: KeptCall) -> None:
-        """Take in which call is this future's, before that is queued; again, if other ranks are to run it."""
+        """Take the call of this future, before it is queued; again, if other ranks must run it."""
         call.future, self._queued = self, weakref.ref(call)
 
     def __reduce__(self) -> NoReturn:
@@ -80,7 +80,7 @@ class RanksFuture(Future[Any]):
         return super().exception(self._drive_in_callback(timeout))
 
     def _drive_in_callback(self, timeout: float | None) -> float | None:
-        """Drive the call if it is a callback that waits, for whom nobody else would; returns the seconds left."""
+        """Drive the call if a callback waits for it, because no other thread would; return the seconds left."""
         due = None if timeout is None else time.monotonic() + timeout
         call = self._queued()
         if call is not None and not call.over:
@@ -103,9 +103,9 @@ def _held_lock() -> threading.Lock:
 class KeptCall:
     """A call, from its making to its end, on whatever ranks run it.
 
-    ``spec``: with this call's name and deadline; ``moves``: it holds nothing of these ranks, others may run it.
-    ``freed``: numbers of held objects that it lets go of; if it does not get there, ``free_later`` takes them back.
-    ``over``: it is settled or cancelled, and that was told. ``stale`` is as the future's.
+    ``spec``: with this call's name and deadline. ``moves``: it holds nothing of these ranks, so others may run it.
+    ``freed``: numbers of held objects that it frees; if it does not begin, ``free_later`` takes them back. ``over``: it
+    is settled or cancelled, and its future is set. ``stale`` is as the future's.
     """
 
     spec: LaunchSpec
@@ -115,15 +115,15 @@ class KeptCall:
     moves: bool
     freed: Sequence[int]
     free_later: Callable[[str, int], None]
-    future: RanksFuture | None = None  # somebody has, or will
-    number: int = 0  # of the calls on these ranks, as they were queued
-    launch: Any = field(init=False)  # the RanksLaunch where it is queued, whose module imports this one
+    future: RanksFuture | None = None  # a caller has it, or will
+    number: int = 0  # among the calls on these ranks, in the order of the queue
+    launch: Any = field(init=False)  # the RanksLaunch that queues it, whose module imports this one
     ended: Ended | None = None
-    _make: Callable[[], Ended] = field(init=False)  # finds out how it ended
+    _make: Callable[[], Ended] = field(init=False)  # returns how it ended
     stale: str = ""
     over: bool = False
     words: list[tuple[str, object]] = field(default_factory=list)  # for features' parts in the agent, once it runs
-    unheard: bool = False  # the user waits for nothing of it, nor is told if ranks are lost in it
+    unheard: bool = False  # the user does not wait for it, and is not warned if ranks are lost in it
     _running: threading.Lock = field(default_factory=_held_lock)
 
     @property
@@ -131,7 +131,7 @@ class KeptCall:
         return self.spec.call.name
 
     def attach(self, future: RanksFuture | None) -> None:
-        """Take the future of this call; again, if other ranks are to run it."""
+        """Take the future of this call; again, if other ranks must run it."""
         if future is not None:
             future.queue(self)
 
@@ -142,23 +142,23 @@ class KeptCall:
             self.launch.pass_words_on()
 
     def take_words(self) -> list[tuple[str, object]]:
-        """Return what is to be sent, once."""
+        """Return the words that must be sent, once."""
         words = []
         while self.words:  # another thread may add one
             words.append(self.words.pop(0))
         return words
 
     def begin(self) -> bool:
-        """True if to begin it; False if its future was cancelled."""
+        """Begin the call; return False if its future was cancelled."""
         return self.future is None or self.future.set_running_or_notify_cancel()
 
     def settle(self, make: Callable[[], Ended]) -> None:
-        """Keep what finds out how it ended; ``tell`` then asks that, and tells."""
+        """Keep the function that returns how it ended; ``tell`` calls it, and sets the future."""
         self._make = make
         self.close()
 
     def tell(self) -> None:
-        """Tell those who wait for a settled call; unpickling its values and telling it may run user code."""
+        """Set the future of a settled call. Unpickling its values and calling callbacks may run user code."""
         ended = self.ended = self._make()
         if ended.error is not None:
             self._keep_freed()
@@ -166,30 +166,30 @@ class KeptCall:
             self.future.make_report, self.future.stale = ended.report, self.stale
             try:
                 _resolve(self.future, ended)
-            except BaseException:  # sys.exit in a callback: whoever drives has to drive on
+            except BaseException:  # sys.exit in a callback: the driving thread must continue
                 log.exception("a callback of the future of %s raised", self.spec.call.name)
         self._end()
 
     def cancel(self) -> None:
-        """Cancel one that has not begun; it may run code of who waits."""
+        """Cancel a call that has not begun; its future's callbacks may run user code."""
         if self.future is not None:
             self.future.cancel()
         self.drop()
         self._end()
 
     def drop(self) -> None:
-        """Forget one that nobody will begin."""
+        """Forget a call that will not begin."""
         self._keep_freed()
         self.close()
 
     def _keep_freed(self) -> None:
-        """Leave to a later call what this one was to free: nothing is freed twice, and somebody may have failed."""
+        """Leave to a later call what this one should free: nothing is freed twice, even if a call failed meanwhile."""
         freed, self.freed = self.freed, ()
         for number in freed:
             self.free_later(self.spec.launch_id, number)
 
     def refuse(self, report: Callable[[], LaunchReport], why: str, cause: BaseException) -> None:
-        """Settle one that lost ranks have left and no others take, and tell that."""
+        """Settle a call that lost ranks have left and no others take, and set its future."""
         if self.begin():
             error = lost(self.name, why)
             error.__cause__ = cause
@@ -199,7 +199,7 @@ class KeptCall:
             self.cancel()
 
     def drive(self) -> Ended:
-        """Drive a submitted one to its end, on whatever ranks; an interrupt ends it, and is how it ended."""
+        """Drive a submitted call to its end, on whatever ranks. An interrupt ends it, and is then how it ended."""
         interrupt: BaseException | None = None
         interrupted: Any = None
         while not self.over:
@@ -212,20 +212,23 @@ class KeptCall:
         return self.ended
 
     def _interrupt(self, error: BaseException, interrupted: Any) -> Any:
-        """End the call, where it is by now; returns where. ``interrupted``: the ranks that were asked before."""
+        """End the call on the ranks that have it now; return those.
+
+        ``interrupted``: the ranks that were asked before.
+        """
         asked: Any = None
-        while asked is not self.launch:  # it may move to fresh ranks meanwhile, which have done nothing yet
+        while asked is not self.launch:  # meanwhile it may move to new ranks, which have done nothing yet
             asked = self.launch
             asked.interrupt(self, error, again=asked is interrupted)
         return asked
 
     def wait(self) -> None:
-        """Wait until it is over, which another thread sees to."""
+        """Wait until another thread has driven the call to its end."""
         with self._running:
             pass
 
     def close(self) -> None:
-        """Let go of what was sent."""
+        """Release the content that was sent."""
         content, self.content = self.content, _SENT
         if content.memfd >= 0:
             content.close()
@@ -265,6 +268,6 @@ def pickle_call(owner: str, name: str, where: str, size: int, call: Call) -> tup
         except OSError:
             raise
         except Exception as error:  # whatever a __reduce__ may raise
-            if is_misuse(error) or interrupts.by_handler(error):  # a handle that does not belong there, an alarm
+            if is_misuse(error) or interrupts.by_handler(error):  # a handle in the wrong place, an alarm
                 raise
             raise unpicklable_call(call, name, error) from explain.below_the_pickler(error)

@@ -1,7 +1,7 @@
-"""A launch whose ranks stay: its calls are begun, heard and ended one after the other.
+"""A launch whose ranks stay: its calls are begun, taken in and ended one after the other.
 
 Calls and small values go past the agent, which sleeps meanwhile: to each rank by a channel of its own, and back by one
-queue of all ranks, of which the last one to answer tells.
+queue of all ranks, in which the last rank to answer wakes the launcher.
 """
 
 from __future__ import annotations
@@ -50,40 +50,40 @@ from mlaunch.protocol.result_queue import ResultQueue
 from mlaunch.protocol.server_messages import BoardFds, DirectFds
 from mlaunch.protocol.spec import LaunchSpec
 
-_AHEAD = 1.0  # seconds after which a call is no short one
+_AHEAD = 1.0  # seconds after which a call is not short any more
 _CHECK_TIMEOUT = 1.0  # seconds that ranks have to compare and meet, at least
 
 
 class KeptServer(Backing, Protocol):
-    """What is behind ranks that stay: a fork server, or an engine's machines."""
+    """The server behind ranks that stay: a fork server, or an engine's machines."""
 
     def ended(self) -> bool:
-        """Return whether it has ended."""
+        """True if it has ended."""
 
     def close(self) -> None:
-        """End the server, if it serves these ranks alone, after they have ended."""
+        """End the server after the ranks have ended, if it serves only these."""
 
 
 @dataclass
 class KeptHandle(LaunchHandle):
-    """A launch whose calls follow each other. Between two, its outcome is that of ranks which are asked nothing."""
+    """A launch whose calls follow each other. Between two, its outcome is that of ranks without a call."""
 
     server: KeptServer
     idle_spec: LaunchSpec = field(init=False)
     idle_plan: OutputPlan = field(init=False)  # for what ranks print while no call runs
-    # Fast path: only values were kept so far; no outcome or output of its own exists yet.
+    # Fast path: only values have come so far; no outcome or output of the call's own exists yet.
     ahead: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._number = 0  # of the call that was begun last
-        self._by_itself = False  # it is over when all values are there; else when the agent says so
+        self._number = 0  # of the call that began last
+        self._by_itself = False  # it is over when all values are there; otherwise when the agent says so
         self._direct = DirectWays()
         self._is_settled = False  # the last call, and no other output has begun
-        self._name = ""  # of the call that was begun last, as the board has it
-        self._call: KeptCall | None = None  # it, while it is ahead
+        self._name = ""  # of the call that began last, as the board has it
+        self._call: KeptCall | None = None  # the present call, while it is ahead
         self._begun = 0.0  # when it began, in monotonic seconds
-        self._told: dict[int, DirectAnswer] = {}  # its values, by local rank, while it is ahead
+        self._told: dict[int, DirectAnswer] = {}  # the values of that call, by local rank
         self.idle_spec = self.spec
         self.idle_plan = dataclasses.replace(self.relay.output.plan, area=None)
         self.relay.output.stand_aside()
@@ -95,8 +95,8 @@ class KeptHandle(LaunchHandle):
         self._watchers.begin(self._begun)
         self._present_call, self._unsent = call.number, call.take_words() if call.words else []
         self._by_itself = len(self._direct.ranks) == self.spec.world_size
-        # After a pause the processor's caches have forgotten us, and each line of Python costs three times what it
-        # costs in a loop. So an outcome and an output of the call's own are made only if something else than values
+        # After a pause, the processor's caches have lost this code, and each line of Python costs three times what it
+        # costs in a loop. So an outcome and an output of the call's own are made only if something other than values
         # comes.
         self.ahead = self._by_itself and self.relay.output.serves(call.plan)
         if self.ahead:
@@ -105,7 +105,7 @@ class KeptHandle(LaunchHandle):
                 self._limit(call.spec)
         else:
             self._turn(call.plan, call.spec)
-        if call.spec.call.name != self._name:  # to compare costs less than to write
+        if call.spec.call.name != self._name:  # comparing costs less than writing
             self._name = call.spec.call.name
             self._show_name()
         if self._by_itself and board is not None:
@@ -116,10 +116,10 @@ class KeptHandle(LaunchHandle):
             self._send_words()
 
     def finish(self) -> tuple[Callable[[], Ended], str]:
-        """End the call that is over; the ranks wait for the next one. Also returns what is stale in them.
+        """End the call that is over; the ranks wait for the next one. Also return which of their modules are stale.
 
         Returns:
-            What settles the call, to be called once, without a lock: it unpickles values, by user code.
+            A function that settles the call, to be called once, without a lock: it unpickles values, by user code.
         """
         self._watchers.rest()
         found = self._finish_ahead()
@@ -127,15 +127,15 @@ class KeptHandle(LaunchHandle):
             self._turn_to_present()
             self._finish_output()
             found = functools.partial(_settle_call, self.outcome, self.report()), self.outcome.stale
-            self.outcome = Outcome(self.spec)  # that one has its values still to read
-            self.relay.output.stand_aside()  # else other calls would be numbered beside ranks that do nothing
+            self.outcome = Outcome(self.spec)  # the function has yet to read that one's values
+            self.relay.output.stand_aside()  # otherwise other calls would be numbered beside ranks that do nothing
         self._is_settled = True
         return found
 
-    # Ahead: most calls are short, and nothing happens but that all values come
+    # Ahead: most calls are short, and nothing comes but all values
 
     def wait_ahead(self) -> Events:
-        """Wait until something has come, for a while; return what."""
+        """Wait until something has come, for a while; return it."""
         with interrupts.allowed():
             timeout = _AHEAD
             for due in (self._watchers.timeout(), self._limits.timeout()):
@@ -144,7 +144,7 @@ class KeptHandle(LaunchHandle):
             return self.relay.wait(timeout)
 
     def hear_ahead(self, come: Events) -> bool:
-        """Take in values; False if something else has come, or somebody else has taken them in."""
+        """Take in values; return False if something else has come, or another thread has taken them in."""
         direct = self._direct
         if not self.ahead or come != [(direct.fd, select.EPOLLIN)]:
             return False
@@ -157,7 +157,7 @@ class KeptHandle(LaunchHandle):
         return True
 
     def _finish_ahead(self) -> tuple[Callable[[], Ended], str] | None:
-        """Do as ``finish``, if ranks have sent values and nothing else; return None otherwise."""
+        """Finish as ``finish`` does, if ranks have sent only values; otherwise return None."""
         if not self.ahead or self._call is None or self.relay.wait(0.0):
             return None
         spec, values = self._call.spec, [self._told[rank][3] for rank in range(self.spec.world_size)]
@@ -167,7 +167,7 @@ class KeptHandle(LaunchHandle):
         return functools.partial(_settle_values, spec, values, report), self._told[0][2]
 
     def _turn_to_present(self) -> None:
-        """Begin in full what was begun ahead."""
+        """Begin in full the call that was begun ahead."""
         if self.ahead and self._call is not None:
             self.ahead = False
             self._turn(self._call.plan, self._call.spec)
@@ -177,19 +177,19 @@ class KeptHandle(LaunchHandle):
             self._call = None
 
     def step(self, readable: Events | None = None) -> bool:
-        """Take in what has come, without waiting; False after the last word of the launch."""
+        """Take in what has come, without waiting; return False after the last word of the launch."""
         self._turn_to_present()
-        self._turn_to_none()  # not at once: mostly the next call comes before ranks say anything
+        self._turn_to_none()  # not at once: usually the next call comes before ranks print anything
         return super().step(readable)
 
     def end_call(self, interrupt: BaseException) -> None:
-        """Ask to end it, as Ctrl-C does, because of an interrupt."""
+        """Ask to end the call, as Ctrl-C does, because of an interrupt."""
         self._turn_to_present()
         self.outcome.interrupted_by(interrupt)
         self.ask_to_end()
 
     def ask_to_end(self) -> None:
-        """Ask for the end of the call alone."""
+        """Ask for the end of the call only."""
         self._limits.begin_cancel(force=False)
         self._end_by(EndCall(self._number))
 
@@ -198,27 +198,27 @@ class KeptHandle(LaunchHandle):
         self.agent.try_send(asked)
 
     def _end_late(self) -> None:
-        """Tell the agent that the deadline of the call has passed, unless all values are there."""
+        """Tell the agent that the call's deadline has passed, unless all values are there."""
         if not self.over:
             self._end_by(EndCall(self._number, self._limits.deadline))
 
     def end_ranks(self) -> None:
         """Ask the ranks to leave."""
         self._turn_to_present()
-        self._turn_to_none()  # now, since it would begin to count anew
+        self._turn_to_none()  # now, since it would count from the start again
         self.ending = self.outcome.leaving = True
         self._limits.begin_cancel(force=False)
         self.agent.try_send(EndRanks())
 
     def cancel(self, *, force: bool) -> None:
-        """End the launch, whatever its ranks do."""
+        """End the launch, even if its ranks are busy."""
         self._turn_to_present()
         self.ending = True
         self._limits.begin_cancel(force=force)
         self.agent.try_send(Cancel(force))
 
     def finish_launch(self) -> tuple[Outcome, Callable[[], LaunchReport]]:
-        """Return what was heard of the launch, which is over; to be settled without a lock, and closed."""
+        """Return the outcome of the launch, which is over, and its report; to be settled without a lock, and closed."""
         self._read_answers()
         self.relay.finish(0.0)
         found = self.outcome, self.report()
@@ -237,24 +237,24 @@ class KeptHandle(LaunchHandle):
             self.relay.output.stand_aside()
 
     def _turn(self, plan: OutputPlan, spec: LaunchSpec) -> None:
-        """Begin what belongs to one call, or to none."""
+        """Begin the outcome and output of one call, or of no call."""
         self._is_settled = False
         self.outcome.close()
         self.spec = spec
-        self.history = dataclasses.replace(self.history, begun=self._begun, ready=self._begun)  # the last one's is read
+        self.history = dataclasses.replace(self.history, begun=self._begun, ready=self._begun)  # the old one was read
         self._limit(spec)
         self.outcome = Outcome(spec, plan.directory, started=self.history.started)
         self.relay.turn_to(plan, spec.local_world_size, self.history.board)
 
     def _limit(self, spec: LaunchSpec) -> None:
-        """Begin to count for a call, which has begun before; keeps the deadline where no agent does."""
+        """Begin to count for a call, which has begun before; keep its deadline here if no agent does."""
         agent, grace_period = self._limits.agent, spec.grace_period + max(spec.grace_period, _CHECK_TIMEOUT)
         late = self._end_late if self._by_itself and spec.call.deadline is not None else None
         self._limits = Limits(grace_period, spec.call.deadline, self.server.kill, agent, late, self._begun)
         self._limits.hold(self._watchers.held)
 
     def intact(self) -> bool:
-        # Asked for each call: what the poll holds it need not be asked for itself.
+        # Checked for each call: descriptors in the poll need no check of their own.
         if self.relay.surely_watches(self.agent.fileno(), self._direct.fd):
             return self._direct.others_intact()
         return super().intact() and self._direct.intact()
@@ -287,7 +287,7 @@ class KeptHandle(LaunchHandle):
         if self.history.board is not None:
             self.history.board.name = self._name
 
-    # Values that come without the agent, of a call that is not ahead any more
+    # Values that come past the agent, of a call that is not ahead any more
 
     def _take_answers(self, ready: set[int]) -> None:
         if self._direct.fd in ready:
@@ -295,7 +295,7 @@ class KeptHandle(LaunchHandle):
             self._note_values()
 
     def _read_answers(self) -> None:
-        """Take in the values that ranks have sent without their agent."""
+        """Take in the values that ranks have sent past their agent."""
         try:
             answers = self._direct.drain() if self._direct.hears() else ()
         except EOFError:  # the ranks are gone, and their agent
@@ -313,12 +313,12 @@ class KeptHandle(LaunchHandle):
         self.outcome.take(RankAnswered(rank, pid, AnswerKind.VALUE, False, time.monotonic(), stale, data), [])
 
     def _awaits_values(self) -> bool:
-        """True if ranks that have answered their launcher owe it values, and nothing has gone wrong."""
+        """True if ranks that answer past the agent owe values, and nothing has gone wrong."""
         is_direct = len(self._direct.ranks) == self.spec.world_size
         return is_direct and not self.answered and not self.outcome.failed
 
     def _note_values(self) -> None:
-        """Note whether all values of a call are there that is over with them."""
+        """Note whether all values are there, if the call is over with them."""
         if self._by_itself and len(self.outcome.values) == self.spec.world_size:
             self.over = True
 
@@ -328,68 +328,71 @@ def _is_nothing() -> bool:
 
 
 class DirectWays:
-    """The ways by which ranks are called past their agent, and send small values: filled while they start."""
+    """The ways to ranks past their agent: for calls, and for small values back. Filled while the ranks start."""
 
     def __init__(self) -> None:
-        self.ranks: dict[int, Channel[RankSays, RankHears]] = {}  # the ends on which they hear
-        self.fd = -1  # can be read when all have answered; -1: none can
+        self.ranks: dict[int, Channel[RankSays, RankHears]] = {}  # the ends on which the ranks receive
+        self.fd = -1  # can be read when all have answered; -1: this way does not exist
         self._answers: ResultQueue[DirectAnswer] | None = None
-        self._kept: tuple[KeptFd, ...] = ()  # what answers come on, and ``fd``
+        self._kept: tuple[KeptFd, ...] = ()  # the descriptors for answers, and ``fd``
         self._is_watched = _is_nothing
-        self._others: dict[int, tuple[int, int] | None] = {}  # what all but ``fd`` stand for, by number
+        self._others: dict[int, tuple[int, int] | None] = {}  # the files that all but ``fd`` refer to, by number
 
     def take_answers(self, offered: DirectFds, is_watched: Callable[[], bool]) -> None:
-        """Take what answers come by. ``is_watched``: True if what tells that all are there is still the same."""
+        """Take the descriptors for answers.
+
+        ``is_watched``: True if the one that signals all answers is still the same.
+        """
         self._is_watched = is_watched
         self.fd, self._answers = offered.all_there, ResultQueue(Connection(offered.answers, writable=False))
         self._kept = KeptFd(offered.answers), KeptFd(offered.all_there)
         self._others = {**self._others, **linux.identities([offered.answers])}
 
     def take_rank(self, rank: int, fd: int) -> None:
-        """Take the end on which a rank hears."""
+        """Take the end on which a rank receives."""
         self.ranks[rank] = Channel.adopt(fd)
         self._others = {**self._others, **linux.identities([fd])}
 
     def intact(self) -> bool:
-        """True if the descriptors are still these ways': others may have closed them and opened files."""
+        """True if the descriptors are still these ways': other code may have closed them and opened files."""
         return self.hears() and all(way.intact() for way in self.ranks.values())
 
     def others_intact(self) -> bool:
-        """True if all are but ``fd``, which is not looked at."""
+        """True if all descriptors but ``fd`` are intact; ``fd`` is not checked."""
         others = self._others
         return linux.identities(others) == others
 
     def answers_intact(self) -> bool:
-        """True if what answers come on is."""
+        """True if the descriptors for answers are intact."""
         return bool(self._kept) and self._kept[0].intact()
 
     def hears(self) -> bool:
-        """True if that and ``fd`` are."""
+        """True if the descriptors for answers and ``fd`` are intact."""
         if not self._is_watched():
             self._kept[1].forget()
         return all(one.intact() for one in self._kept)
 
     def send(self, board: Board, number: int, content: Payload) -> None:
-        """Send all ranks a call. One that is gone hears nothing, which its agent will tell."""
+        """Send all ranks a call. If one is gone, its agent reports that."""
         # Before the call is sent: the agent, which wakes if a rank dies of it, must know which call it was.
         board.call = number
-        # A plain tuple: pickle would look the class of a record up in each rank. Pickled once for all ranks.
+        # A plain tuple: pickle would look up the class of a record in each rank. Pickled once for all ranks.
         record, fds = pickle.dumps((number, content.data)), () if content.data else content.fds()
         for way in self.ranks.values():
             way.try_send_pickled(record, fds)
 
     def drain(self) -> Sequence[DirectAnswer]:
-        """Return the answers that have come. EOFError: the ranks are gone, and their agent."""
+        """Return the answers that have come. EOFError if the ranks are gone, and their agent."""
         if self._answers is None:
             return ()
-        try:  # noqa: SIM105 - a short call would feel it
+        try:  # noqa: SIM105 - slower, which a short call would feel
             os.eventfd_read(self.fd)
         except BlockingIOError:
             pass
         return self._answers.drain()
 
     def close_answers(self) -> None:
-        """Close the end on which answers came."""
+        """Close the end on which answers come."""
         if self._answers is not None:
             self._answers.leave_reader()
         for one in self._kept:
@@ -397,17 +400,17 @@ class DirectWays:
         self.fd, self._answers, self._kept, self._is_watched = -1, None, (), _is_nothing
 
     def close(self) -> None:
-        """Close all."""
+        """Close all descriptors."""
         self.close_answers()
         for way in self.ranks.values():
             way.close()
 
 
-# How a call has ended. Values are unpickled here, which may run user code.
+# The end of a call. Values are unpickled here, which may run user code.
 
 
 def _settle_call(outcome: Outcome, report: Callable[[], LaunchReport]) -> Ended:
-    """Settle a call by all that was heard of it."""
+    """Settle a call by its outcome."""
     if outcome.interrupt is not None and outcome.stacks:
         add_note(outcome.interrupt, f"{outcome.spec.call.name} was interrupted; {'; '.join(outcome.doing())}")
     try:
@@ -417,8 +420,8 @@ def _settle_call(outcome: Outcome, report: Callable[[], LaunchReport]) -> Ended:
 
 
 def _settle_values(spec: LaunchSpec, values: Sequence[bytes], report: Callable[[], LaunchReport]) -> Ended:
-    """Settle a call of which nothing was noted but its values, in the order of ranks."""
+    """Settle a call that has only values, in the order of ranks."""
     try:
         return Ended(report, list(map(pickle.loads, values)), None)
-    except (Exception, SystemExit):  # whatever a __setstate__ may raise: it will do it again where that is told
+    except (Exception, SystemExit):  # whatever a __setstate__ may raise: it raises again in the code that reports it
         return settle(Outcome(spec, values={rank: Payload(value) for rank, value in enumerate(values)}), report)

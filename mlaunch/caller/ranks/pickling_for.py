@@ -1,4 +1,4 @@
-"""Where the arguments go that are being pickled: what they may hold depends on it (held values, scattered ones)."""
+"""The destination of the arguments that are being pickled: held and scattered values depend on it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Destination:
-    """Ranks that stay. ``owner``: their launch; ``name``: for people; ``world_size``: how many they are.
+    """Ranks that stay, as a destination.
 
-    ``used``: what was pickled that means something to these alone.
+    ``owner``: their launch; ``name``: for people; ``world_size``: their number; ``used``: what was pickled that only
+    these ranks understand.
     """
 
     owner: str
@@ -28,7 +29,7 @@ _present = _PresentTarget()
 
 
 def present() -> Destination | None:
-    """Return where the pickling of this thread goes; None: not to ranks that stay."""
+    """Return the destination of this thread's pickling; None if it is not for ranks that stay."""
     return _present.destination
 
 

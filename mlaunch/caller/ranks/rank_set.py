@@ -1,4 +1,4 @@
-"""The ranks behind one ``Ranks``: its present launch, the calls made for it, and what is noted between them."""
+"""The ranks behind one ``Ranks``: its present launch, the calls made for it, and the notes between them."""
 
 from __future__ import annotations
 
@@ -56,11 +56,14 @@ _launches: weakref.WeakSet[RanksLaunch] = weakref.WeakSet()
 
 
 class ClosedError(RuntimeError):
-    """Somebody has closed the ranks."""
+    """The error of a call on ranks that were closed."""
 
 
 class RankSet:
-    """What outlives each launch of its ranks: a call goes to the present one, or to a fresh one if that is lost."""
+    """The state that outlives each launch of its ranks.
+
+    A call goes to the present launch, or to a new one if that is lost.
+    """
 
     def __init__(
         self, options: Options, *, restart: bool, idle_timeout: float | None, surroundings: Context | None = None
@@ -84,31 +87,31 @@ class RankSet:
         return next(self._numbers)
 
     def submit(self, options: Options, call: Call, future: RanksFuture | None = None) -> RanksFuture:
-        """Queue a call; of the options count those that are a call's own. ``future``: if there is one already."""
+        """Queue a call; only those of the options count that belong to a call. ``future``: if it exists already."""
         launch, made, future = None, None, RanksFuture() if future is None else future
         try:
             with interrupts.deferred():
                 launch, made = self._submit(options, call, future)
                 launch.leave_to_thread()
             return future
-        except BaseException as interrupt:  # nobody will have the future
+        except BaseException as interrupt:  # no caller will have the future
             if launch is not None and made is not None:
                 launch.interrupt(made, interrupt)
             raise
 
     def run(self, options: Options, call: Call) -> tuple[str, Ended]:
-        """Make a call and drive it to its end; return whose it was, too. An interrupt ends it, and is raised."""
-        # Those that wait have parts of the ranks alone.
+        """Make a call and drive it to its end; return its launch's ID, too. An interrupt ends it, and is raised."""
+        # Features that wait for resources have parts only in the ranks' launch.
         features = options.features and [one for one in options.features if "caller.acquire" not in one.hooks]
         if not features:
             return self._run(options, call)
-        from mlaunch.core.load import CallerParts  # which most calls do not need
+        from mlaunch.core.load import CallerParts  # most calls do not need it
 
         with CallerParts(options, features=features) as parts, parts.around():
             return self._run(options, call, parts)
 
     def _run(self, options: Options, call: Call, parts: CallerParts | None = None) -> tuple[str, Ended]:
-        with interrupts.deferred():  # one for all of it: between the two nobody would end the call
+        with interrupts.deferred():  # one for both steps: an interrupt between them would leave the call running
             _, made = self._submit(options, call, None)
             if parts is not None:
                 parts.attach(made.tell_part)
@@ -127,22 +130,22 @@ class RankSet:
             if future is not None:
                 made.attach(future)
             try:
-                with self._opening:  # else what close() does not wait for would be cancelled by it
+                with self._opening:  # otherwise close() would cancel the calls that it does not wait for
                     if self.closed:
                         self._check()
                     launch.submit(made)
                 return launch, made
-            except RanksLost:  # meanwhile; what that means is decided above
+            except RanksLost:  # lost meanwhile; the next turn decides what that means
                 made.drop()
             except BaseException:
                 made.drop()
                 raise
 
     def ask_idle(self, call: Call, patience: float) -> list[Any] | None:
-        """Make a call of which nothing is reported or shown, if the ranks have nothing else to do; return its values.
+        """Make a call without a report or output, if the ranks have nothing else to do; return its values.
 
-        None: the ranks are busy, or gone, or have not answered after ``patience`` seconds. Then the call goes on, and
-        others wait for it: to end it might end ranks that are only slow, with what they hold.
+        None if the ranks are busy, or gone, or have not answered after ``patience`` seconds. Then the call continues,
+        and others wait for it: ending it might end ranks that are only slow, with what they hold.
         """
         launch = self.launch
         if self.closed or self.pid != os.getpid() or launch.over or not launch.idle or not launch.whole():
@@ -153,7 +156,7 @@ class RankSet:
             return None
         try:
             return list(future.result(patience))
-        except Exception:  # mostly that the time is over, or the ranks are: the next call tells that
+        except Exception:  # usually the time is over, or the ranks are gone, which the next call reports
             log.debug("%s: no answer", call.name, exc_info=True)
             return None
 
@@ -171,7 +174,7 @@ class RankSet:
         except RanksLost:
             made.drop()
             return None
-        if not future.running() and not future.done():  # another thread's has come first
+        if not future.running() and not future.done():  # the call of another thread has come first
             launch.interrupt(made, CancelledError())
             return None
         launch.leave_to_thread()
@@ -197,17 +200,17 @@ class RankSet:
         self._rules.yields = True
         was, self._rules.idle_timeout = self._rules.idle_timeout, seconds
         if was != seconds:
-            self.launch.leave_to_thread()  # which waits for as long as it was before
+            self.launch.leave_to_thread()  # the thread still waits for as long as before
 
     def when_over(self, forget: Callable[[], None]) -> None:
-        """Close the ranks once they have ended and nobody has to hear of that, and call ``forget`` then.
+        """Close the ranks once they have ended and nobody has to learn of that, and then call ``forget``.
 
-        A call that comes meanwhile raises ClosedError, or starts fresh ranks before. ``forget`` must not hold the
-        ranks: what ends them with their last user holds this.
+        A call that comes meanwhile raises ClosedError, or starts new ranks before. ``forget`` must not refer to the
+        ranks, which end with their last user: this object refers to it.
         """
 
         def close(launch: RanksLaunch) -> None:
-            # The lock of opening may be held for seconds; who opens a launch asks again under it.
+            # The lock of opening may be held for seconds; a thread that opens a launch checks again under it.
             if self.launch is launch:
                 self.closed = True
                 forget()
@@ -219,7 +222,7 @@ class RankSet:
         self._freed.append((owner, number))
 
     def close(self, *, wait: bool, cancel: bool = False) -> None:
-        """End the ranks; there are no calls after it. ``cancel``: those that have not begun."""
+        """End the ranks; no calls are possible afterwards. ``cancel``: cancel the calls that have not begun."""
         if self.pid != os.getpid():
             return
         with self._opening:
@@ -230,7 +233,7 @@ class RankSet:
             self.launch.close(wait=wait)
 
     def abandon(self) -> None:
-        """Have the ranks end after what was submitted; the collector may call it anywhere."""
+        """Make the ranks end after the submitted calls; the collector may call it anywhere."""
         self.closed = True
         self.launch.abandon()
 
@@ -252,7 +255,7 @@ class RankSet:
         return KeptCall(spec, content, plan, options, moves, freed, self.free_later)
 
     def _planned(self, launch: RanksLaunch, options: Options, name: str) -> tuple[LaunchSpec, OutputPlan]:
-        """Return what a call has of its own; that of the last call, if nothing differs."""
+        """Return the spec and output plan of a call; those of the last call, if nothing differs."""
         known = (launch, options, name)
         if self._known is not None and self._known[0] == known:
             return self._known[1]
@@ -269,7 +272,7 @@ class RankSet:
         return launch
 
     def _check(self) -> None:
-        """Refuse what is no use: to a fork, first, where some thread of the parent may hold a lock for ever."""
+        """Refuse ranks that cannot be used. A fork first: a thread of the parent may have held a lock, now for ever."""
         if self.pid != os.getpid():
             raise misuse(RuntimeError(f"these ranks belong to process {self.pid}, of which this one is a fork"))
         if self.closed:
@@ -278,9 +281,9 @@ class RankSet:
             raise misuse(RuntimeError("the interpreter is ending, and has ended its ranks; call them before that"))
 
     def _present(self) -> RanksLaunch:
-        """Return the present launch; a fresh one, if that is over.
+        """Return the present launch; a new one, if that is over.
 
-        Meanwhile no lock is held but that of opening: who ends a launch runs callbacks, which may submit.
+        Meanwhile only the lock of opening is held: ending a launch runs callbacks, which may submit.
         """
         while True:
             launch = self.launch
@@ -298,7 +301,7 @@ class RankSet:
             refused: list[tuple[KeptCall, RanksLost]] = []
             with self._opening:
                 if self.launch is launch and not self.closed:
-                    self.launch = self._open(launch.handle.idle_spec.context)  # of when they were made
+                    self.launch = self._open(launch.handle.idle_spec.context)  # of the time when they were made
                     refused = self._move(launch)
             for call, error in refused:
                 call.refuse(launch.report, launch.why_lost, error)
@@ -308,26 +311,26 @@ class RankSet:
             warn_caller(f"the ranks were lost between calls: {why}; fresh ones are started")
 
     def _move(self, lost: RanksLaunch) -> list[tuple[KeptCall, RanksLost]]:
-        """Give the present launch, before all others, what lost ranks have left; return what it refuses."""
+        """Give the present launch, before all others, the calls that lost ranks have left; return those it refuses."""
         refused = []
         while (call := lost.take_left()) is not None:
             call.spec, call.plan = self._planned(self.launch, call.options, call.name)
             call.attach(call.future)
             try:
                 self.launch.submit(call)
-            except RanksLost as error:  # these, too
+            except RanksLost as error:  # the new ranks are lost, too
                 refused.append((call, error))
         self.launch.leave_to_thread()
         return refused
 
     def _carry_on(self, lost: RanksLaunch) -> None:
-        """Start the ranks that run what lost ones have left, if nobody has yet."""
+        """Start ranks for the calls that lost ones have left, if no other thread has yet."""
         try:
             self._present()
         except BaseException as error:
             while (call := lost.take_left()) is not None:
                 call.refuse(lost.report, lost.why_lost, error)
-            if not isinstance(error, Exception):  # Ctrl-C, while they are started
+            if not isinstance(error, Exception):  # Ctrl-C, while they start
                 raise
 
     def _take_freed(self, owner: str) -> tuple[int, ...]:
@@ -344,7 +347,7 @@ def _close_all() -> None:
 
 
 def _older_code(names: Sequence[str], *, shared: bool) -> str:
-    """Say which modules have changed. ``shared``: the ranks are those of ``keep=``, which nobody can reload."""
+    """Return the sentence on changed modules. ``shared``: the ranks are those of ``keep=``, which nobody can reload."""
     next_step = "fresh ranks, which have it, run the next call" if shared else "ranks.reload() loads it"
     return (
         f"the ranks run older code than the files of {', '.join(names)} hold, since they imported it before the "
@@ -383,22 +386,22 @@ def start_ranks(options: Options, rules: StayRules, surroundings: Context | None
 
 
 def check_ranks(options: Options) -> None:
-    """Raise what ``start_ranks`` would, of options with which no ranks can be started here; start none.
+    """Raise what ``start_ranks`` would, for options with which no ranks can be started here; start none.
 
-    An engine checks its own, as it asks for machines.
+    An engine checks its own options, when it asks for machines.
     """
     _check(options)
     if options.engine is not None:
         return
     with interrupts.deferred():
         environ = {**os.environ, **(options.env or {})}
-        server = warm_server.get(environ)  # whatever the start method, this machine has the same
+        server = warm_server.get(environ)  # whatever the start method, this machine has the same devices
         machine = ThisMachine(server.ready(None, lambda: None), server.count_devices)
         planned(Grant(options, environ), machine, "Ranks", Attempt(0, None))
 
 
 def _check(options: Options) -> None:
-    """Refuse what ranks that stay cannot do."""
+    """Refuse options that ranks that stay do not support."""
     rank = nesting.rank_of_process() if options.join else ""
     if rank:
         raise misuse(

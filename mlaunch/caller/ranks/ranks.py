@@ -36,19 +36,19 @@ class Ranks:
     What a call leaves in its ranks is there in the next one: modules, CUDA contexts, communicators, and what ``hold``
     keeps. Calls run one after the other, in the order in which they are made, on all ranks. Several threads may call.
 
-    A call that raises, passes its deadline or is interrupted ends alone, if it can: ranks that still work are raised
-    KeyboardInterrupt in, and once all have come back it is checked that each has entered the same operations of each
-    process group. If so, the ranks and what they hold stay. Otherwise they are ended, which the error's note says, and
-    the next call starts fresh ones.
+    If a call raises, passes its deadline or is interrupted, only the call ends, if that is possible: KeyboardInterrupt
+    is raised in ranks that still work, and once all have come back, mlaunch checks that each has entered the same
+    operations of each process group. If so, the ranks and what they hold stay. Otherwise they are ended, which the
+    error's note says, and the next call starts new ones.
 
     Args:
-        restart: Start fresh ranks for the next call when these are lost. False: that call raises ``RanksLost``.
-        idle_timeout: Seconds without a call after which the ranks end; the next call starts fresh ones. None: never.
-        **options: Those of ``launcher``, save ``max_restarts`` and ``world_size``, ``rank_start``. ``deadline`` and
+        restart: Start new ranks for the next call when these are lost. False: that call raises ``RanksLost``.
+        idle_timeout: Seconds without a call after which the ranks end; the next call starts new ones. None: never.
+        **options: Those of ``launcher``, except ``max_restarts``, ``world_size`` and ``rank_start``. ``deadline`` and
             ``log_dir`` count for each call. With ``engine`` the ranks are on its machines.
 
     Raises:
-        ValueError, TypeError: An option is wrong, or asks for what this machine has not.
+        ValueError, TypeError: An option is wrong, or asks for something that this machine does not have.
         LaunchError: The engine does not give machines, or other ranks that stay have taken them.
         RuntimeError: This process is a rank itself.
 
@@ -104,11 +104,11 @@ class Ranks:
             if not hides_our_frames(error):
                 raise
             raise without_ours(error) from error.__cause__
-        future.add_done_callback(ours.note)  # not the call: it holds the future
+        future.add_done_callback(ours.note)  # not the call's method: it holds the future
         return future
 
     def hold(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Held:
-        """Run the function on every rank and leave there what it returns; return the handle of these objects."""
+        """Run the function on every rank and keep its result there; return the handle of these objects."""
         __tracebackhide__ = True
         if not callable(function) or _is_model(function):
             raise misuse(TypeError(f"hold() takes a function that makes the object, not a {type(function).__name__}; "
@@ -119,7 +119,7 @@ class Ranks:
             owner, ended = self._set.run(self._set.options, Call(function, args, kwargs, held=number))
             return Held(self, owner, number, ended.result())
         except BaseException as error:
-            self._set.free_later(self.owner, number)  # some ranks may have it
+            self._set.free_later(self.owner, number)  # some ranks may hold it
             if not hides_our_frames(error):
                 raise
             raise without_ours(error) from error.__cause__
@@ -127,8 +127,8 @@ class Ranks:
     def reload(self) -> list[str]:
         """Reload the user's modules whose files have changed, on all ranks or, if that fails on one, on none.
 
-        A reload cannot change objects that were made before: a held object keeps its old class, which a warning names.
-        What other modules have taken with ``from module import name`` stays as it was, too.
+        A reload cannot change existing objects: a held object keeps its old class, and a warning names it. Names that
+        other modules have imported with ``from module import name`` stay as they were, too.
 
         Returns:
             The names of the modules.
@@ -156,7 +156,7 @@ class Ranks:
 
     @functools.cached_property
     def cells(self) -> Cells:
-        """What the magics of a notebook do with these ranks."""
+        """Return the cells of these ranks, which the magics of a notebook use."""
         found: Cells = load.room("cells", "caller", "cells on ranks").Cells(self._set)
         return found
 
@@ -169,10 +169,10 @@ class Ranks:
             source: Python; with IPython on the ranks also ``!commands`` and ``%magics``.
             targets: The ranks on which it runs. None: all.
             deadline: For this cell, in seconds. None: that of the ranks.
-            rich: Of whom figures and other rich output come back: the "first" of the targets, or "all".
+            rich: The ranks whose figures and other rich output come back: the "first" of the targets, or "all".
 
         Returns:
-            What is to be shown: the last expression, once where all ranks have the same, else by rank.
+            What to show: the last expression, once if all ranks have the same, otherwise by rank.
 
         Raises:
             SyntaxError: The text is none of these.
@@ -187,7 +187,7 @@ class Ranks:
             raise error.with_traceback(None) from error.__cause__
 
     def pull(self, name: str, *, targets: Sequence[int] | None = None) -> list[Any]:
-        """Return the values of a name that cells have left, in the order of ranks; of the targets, if given.
+        """Return the values of a name that cells have set, in the order of ranks; of the targets, if given.
 
         Raises:
             NameError: Some of these ranks have no such name.
@@ -225,7 +225,7 @@ class Ranks:
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self._set.launch.handle.idle_spec.world_size
 
     @property
@@ -236,18 +236,18 @@ class Ranks:
 
     @property
     def idle(self) -> bool:
-        """Whether no call runs or waits."""
+        """True if no call runs or waits."""
         return self._set.launch.idle
 
     def stop(self) -> bool:
         """Ask the ranks to stop in the call that runs, at a step that they agree on: see ``mlaunch.stopping``.
 
-        Does not wait. The call returns as it would; one that does not look ends after ``stop_grace``. For any thread.
+        Does not wait. The call returns as usual; if it does not check, it ends after ``stop_grace``. For any thread.
 
         Returns:
             Whether a call runs.
         """
-        from mlaunch.core.load import room  # which most programs do not need
+        from mlaunch.core.load import room  # most programs do not need it
 
         call = self._set.launch.present
         if call is not None:
@@ -258,8 +258,8 @@ class Ranks:
         """End the ranks after the calls that were submitted. May be called again.
 
         Args:
-            cancel_futures: Cancel those that have not begun, as an executor's ``shutdown`` does. The one that runs is
-                waited for; ``terminate`` ends that, too.
+            cancel_futures: Cancel the calls that have not begun, as an executor's ``shutdown`` does. The one that runs
+                is waited for; ``terminate`` ends that, too.
         """
         self._set.close(wait=True, cancel=cancel_futures)
 
@@ -286,16 +286,16 @@ class Ranks:
     # For launchers and handles
 
     def call(self, options: Options, call: Call) -> Ended:
-        """Make a call and wait for it; of the options count those that are a call's own."""
+        """Make a call and wait for it; only those of the options count that belong to a call."""
         return self._set.run(options, call)[1]
 
     def begin(self, options: Options, call: Call, future: RanksFuture) -> None:
-        """Queue a call, whose future that becomes; of the options count those that are a call's own."""
+        """Queue a call with ``future`` as its future; only those of the options count that belong to a call."""
         self._set.submit(options, call, future)
         future.add_done_callback(self._set.note)
 
     def stay(self, seconds: float | None) -> None:
-        """Set ``idle_timeout`` anew, from the next call on."""
+        """Change ``idle_timeout``, from the next call on."""
         self._set.stay(seconds)
 
     def when_over(self, forget: Callable[[], None]) -> None:
@@ -304,27 +304,27 @@ class Ranks:
 
     @property
     def outdated(self) -> bool:
-        """Whether they run older code than the user's files hold, of which the user was told."""
+        """True if they run older code than the user's files hold, and the user was warned."""
         return self._set.outdated
 
     @property
     def closed(self) -> bool:
-        """Whether they are for no more calls."""
+        """True if they accept no more calls."""
         return self._set.closed
 
     @property
     def owner(self) -> str:
-        """The launch that they are now; "": they are gone."""
+        """The ID of their present launch; "" if they are gone."""
         return "" if self._set.launch.over else self._set.launch.launch_id
 
     @property
     def free_later(self) -> Callable[[str, int], None]:
-        """What frees a held object with the next call; called in any thread."""
+        """Return the function that makes the next call free a held object; it may run in any thread."""
         return self._set.free_later
 
 
 def ranks_of(options: Mapping[str, Any], idle_timeout: float | None, surroundings: Context | None) -> Ranks:
-    """Start ranks, in the surroundings of the moment at which they were asked for; None: that is now."""
+    """Start ranks, in the surroundings of the moment at which they were asked for; None: those of now."""
     made = object.__new__(Ranks)
     checked = _checked(options, idle_timeout)
     made._have(RankSet(checked, restart=True, idle_timeout=idle_timeout, surroundings=surroundings))
@@ -332,13 +332,13 @@ def ranks_of(options: Mapping[str, Any], idle_timeout: float | None, surrounding
 
 
 def check(options: Mapping[str, Any]) -> None:
-    """Raise what ``Ranks(**options)`` would, of what is wrong with the options; start none."""
+    """Raise what ``Ranks(**options)`` would if the options are wrong; start no ranks."""
     of_launch = {name: value for name, value in options.items() if name not in {"restart", "idle_timeout"}}
     check_ranks(_checked(of_launch, options.get("idle_timeout")))
 
 
 def _checked(options: Mapping[str, Any], idle_timeout: float | None) -> Options:
-    """Return the options; what is wrong with them is the doing of whoever gave them."""
+    """Return the options; errors in them are raised as from the line of the user that gave them."""
     try:
         about("keep").allowed.check("idle_timeout", idle_timeout)
         return Options().replaced(options)
@@ -347,7 +347,7 @@ def _checked(options: Mapping[str, Any], idle_timeout: float | None) -> Options:
 
 
 def _is_model(function: Callable[..., Any]) -> bool:
-    """True if it is a module of torch, whose call would be its forward; its class makes one, as a function."""
+    """True if it is a module of torch, whose call would be its forward. A class of modules is not one: it makes one."""
     return not isinstance(function, type) and hasattr(function, "state_dict")
 
 

@@ -29,7 +29,7 @@ _OUT_OF_STEP = "not all of them came back in step"
 
 @dataclass
 class StayRules:
-    """How long ranks stay that nobody calls, and what follows once they are lost.
+    """The rules for how long ranks stay without calls, and what follows once they are lost.
 
     ``Ranks`` changes them at any time; each of its launches reads them.
 
@@ -37,8 +37,8 @@ class StayRules:
         idle_timeout: Seconds from the end of a call. None: no limit.
         restart: Other ranks follow lost ones.
         yields: Others may end the ranks while they are idle, to get their devices.
-        carry_on: Starts those other ranks, given the launch that was lost; they take what is left there.
-        forget: Called, in any thread and under a launch's lock, when one has ended and nobody has to hear of that.
+        carry_on: Starts those other ranks, given the launch that was lost; they take the calls that it left.
+        forget: Called, in any thread and under a launch's lock, when one has ended and nobody has to learn of that.
     """
 
     idle_timeout: float | None = None
@@ -51,7 +51,7 @@ class StayRules:
 class RanksLaunch:
     """One launch of ranks that stay, from its start to its end.
 
-    What waits, is left or is settled changes under ``lock``; ``submit`` and ``interrupt`` take ``_entry``, too.
+    The queue, and what is left or settled, change under ``lock``; ``submit`` and ``interrupt`` take ``_entry``, too.
 
     Args:
         handle: The launch.
@@ -63,32 +63,32 @@ class RanksLaunch:
         self.handle, self.rules = handle, rules
         self.launch_id, self.pid = handle.spec.launch_id, os.getpid()
         self.lock, self.ended = threading.RLock(), threading.Event()
-        self.why_lost = ""  # how it ended, unless somebody ended it
-        self.expired = False  # it ended because nobody called, or others wanted its devices
+        self.why_lost = ""  # how it ended, unless a caller ended it
+        self.expired = False  # it ended because it had no calls, or others wanted its devices
         self.present: KeptCall | None = None
-        self._was_told = False  # the caller, that the ranks are lost
+        self._was_told = False  # the caller was told that the ranks are lost
         self._losing = False  # one has ended while no call ran, and the others are about to
         self._own_server, self._abandoned, self._closing = own_server, False, False
         self._idle_since = time.monotonic()
         # Not the lock: a step may hold that for as long as nobody reads what ranks print.
-        self._entry = threading.Lock()  # held by nobody who waits
+        self._entry = threading.Lock()  # never held by a thread that waits
         self._numbers = itertools.count(1)
         self._is_shut = False  # to calls: the ranks are lost
         self._waiting: deque[KeptCall] = deque()
-        self._left: deque[KeptCall] = deque()  # that other ranks may run
-        self._settled: deque[KeptCall] = deque()  # of which nobody was told yet
+        self._left: deque[KeptCall] = deque()  # calls that other ranks may run
+        self._settled: deque[KeptCall] = deque()  # calls whose futures are not set yet
         self.report = handle.report()  # of the ranks themselves
         with self.lock:  # the driver's thread takes it first
             self._driver = Driver(self)
 
     @property
     def over(self) -> bool:
-        """Whether its ranks are gone, or about to go, or another process's."""
+        """True if its ranks are gone, or about to go, or belong to another process."""
         return self.ended.is_set() or self.handle.ending or self._losing or self.pid != os.getpid()
 
     @property
     def idle(self) -> bool:
-        """Whether no call runs or waits."""
+        """True if no call runs or waits."""
         return self.present is None and not self._waiting
 
     def take_loss(self) -> str:
@@ -97,14 +97,14 @@ class RanksLaunch:
         return why
 
     def whole(self) -> bool:
-        """True if its descriptors are still its own, not closed by other code; else the next step ends it."""
+        """True if its descriptors are still its own, not closed by other code; otherwise the next step ends it."""
         return self.ended.is_set() or (self._driver.intact() and self.handle.intact())
 
     # Calls
 
     def submit(self, call: KeptCall) -> None:
-        """Queue the call, which ``drive`` or ``leave_to_thread`` is to bring on. RanksLost if the ranks are gone."""
-        call.launch, call.number = self, 0  # lost ranks may have given it one
+        """Queue the call; ``drive`` or ``leave_to_thread`` must follow. RanksLost if the ranks are gone."""
+        call.launch, call.number = self, 0  # lost ranks may have given it a number
         with self._entry:
             if not self.over and not self._is_shut:
                 call.number = next(self._numbers)
@@ -118,15 +118,15 @@ class RanksLaunch:
         self._driver.drive(call)
 
     def drive_in_callback(self, over: Callable[[], bool], due: float | None) -> None:
-        """Drive until ``over``, or until ``due``, if a callback asks in the thread that alone would do it."""
+        """Drive until ``over`` or ``due``, if a callback asks in the driver's own thread: no other would drive."""
         self._driver.drive_in_callback(over, due)
 
     def leave_to_thread(self) -> None:
-        """Leave what was submitted to the thread."""
+        """Leave submitted calls to the driver's thread."""
         self._driver.notify()
 
     def pass_words_on(self) -> None:
-        """Send what the present call has to tell features' parts in the agent."""
+        """Send the words of the present call to features' parts in the agent."""
         self._driver.now_or_next(self._send_words)
 
     def _send_words(self) -> None:
@@ -135,7 +135,7 @@ class RanksLaunch:
                 self.handle.tell_part(feature, word)
 
     def interrupt(self, call: KeptCall, interrupt: BaseException, *, again: bool = False) -> None:
-        """End a call because of an interrupt; the launch, if that has come before."""
+        """End a call because of an interrupt; end the launch if an interrupt has come before."""
         with self.lock:
             if self._take_out(call):
                 call.cancel()
@@ -146,7 +146,7 @@ class RanksLaunch:
         self._driver.notify()
 
     def _take_out(self, call: KeptCall) -> bool:
-        """Take a call out of the queue; False if it has begun."""
+        """Take a call out of the queue; return False if it has begun."""
         with self._entry:
             for calls in (self._waiting, self._left):
                 if call in calls:
@@ -169,11 +169,11 @@ class RanksLaunch:
             return waiting
 
     def take_left(self) -> KeptCall | None:
-        """Take out the first call that these ranks leave to others; None: there is none."""
+        """Take out the first call that these ranks leave to others; None if there is none."""
         with self.lock:
             return self._left.popleft() if self._left else None
 
-    # What drives it asks
+    # For the driver
 
     def watch(self, fd: int) -> Callable[[], bool]:
         """Poll ``fd``, too; return a check that is True while it is still the same file."""
@@ -184,14 +184,14 @@ class RanksLaunch:
         return self.handle.fileno()
 
     def timeout(self) -> float | None:
-        """Return the seconds until ``step`` is due though nothing has come."""
+        """Return the seconds until ``step`` is due even if nothing has come."""
         idle, limit = None, self.rules.idle_timeout
         if limit is not None and self.idle and not self.handle.ending:
             idle = max(0.0, self._idle_since + limit - time.monotonic())
         return min((one for one in (idle, self.handle.timeout()) if one is not None), default=None)
 
     def hear_values(self, call: KeptCall) -> None:
-        """Take in the values of the present call, which waits for them, as long as nothing else comes."""
+        """Take in the values of the present call while its caller waits for them, as long as nothing else comes."""
         while self.handle.ahead and not call.over:
             ready = self.handle.wait_ahead()
             with self.lock:
@@ -200,7 +200,7 @@ class RanksLaunch:
                 if self.handle.over:
                     self._finish_present()
                     self._advance()
-                    return  # who tells of it drives no more, and must not wait as who does
+                    return  # the thread that sets futures drives no more, and must not wait as if it did
 
     def step(self) -> None:
         """Take in what has come."""
@@ -213,13 +213,13 @@ class RanksLaunch:
                     self._break(error)
 
     def tell(self) -> None:
-        """Tell those who wait, and have others run what is left; without the lock, since it runs user code."""
+        """Set the futures of settled calls, and give left calls to others. Without the lock: it runs user code."""
         if self._settled:
             self._driver.step_aside()
         while self._settled:
             try:
                 call = self._settled.popleft()
-            except IndexError:  # another thread tells, too
+            except IndexError:  # another thread sets futures, too
                 break
             call.tell()
         if self._left:
@@ -235,7 +235,7 @@ class RanksLaunch:
         elif self.handle.over and self.present is not None:
             self._finish_present()
         elif self.present is None:
-            self._losing = self.handle.outcome.failed  # a call that begins now would not hear why
+            self._losing = self.handle.outcome.failed  # a call that begins now would not learn why
         self._advance()
         if self.idle and not self.over:
             self._end_if_unused()
@@ -252,7 +252,7 @@ class RanksLaunch:
             self.present = call
             try:
                 self.handle.begin(call)
-            except (BrokenPipeError, ConnectionResetError):  # which its end will tell
+            except (BrokenPipeError, ConnectionResetError):  # the launch's end explains it
                 continue
             except OSError as error:
                 self._break(error)
@@ -266,13 +266,13 @@ class RanksLaunch:
             self._settle(call, functools.partial(_staying, make))
 
     def _settle(self, call: KeptCall, make: Callable[[], Ended]) -> None:
-        """Settle a call of which nobody is told yet."""
+        """Settle a call; its future is set later."""
         call.settle(make)
         self._settled.append(call)
 
     def _break(self, error: Exception) -> None:
-        """End the ranks, of which nobody knows any more what they have answered."""
-        if self.whole():  # else the next step says why
+        """End the ranks, because it is unknown now what they have answered."""
+        if self.whole():  # otherwise the next step says why
             self.handle.outcome.interrupted_by(error)
         if not self.handle.ending:
             self.handle.cancel(force=True)
@@ -280,7 +280,7 @@ class RanksLaunch:
     # The end
 
     def close(self, *, wait: bool, evicted: bool = False) -> None:
-        """End the ranks: after what was submitted (``wait``), or at once, as Ctrl-C would. ``evicted``: for others."""
+        """End the ranks: after the submitted calls (``wait``), or at once, as Ctrl-C would. ``evicted``: for others."""
         self.expired = self.expired or evicted
         if self.pid != os.getpid():
             return
@@ -290,7 +290,7 @@ class RanksLaunch:
             self._begin_to_end()
             self._driver.drive_to_end()
             self._driver.join()
-        except BaseException:  # Ctrl-C, while they take their time
+        except BaseException:  # Ctrl-C, while the ranks take their time
             self._begin_to_end()
             self.handle.cancel(force=True)
             self._driver.drive_to_end()
@@ -303,13 +303,13 @@ class RanksLaunch:
             return self._waiting[-1] if self._waiting else self.present
 
     def abandon(self) -> None:
-        """Have the ranks end after what was submitted; the collector may call it anywhere."""
+        """Make the ranks end after the submitted calls; the collector may call it anywhere."""
         if self.pid == os.getpid():
             self._abandoned = True
             self._driver.notify()
 
     def see_end(self) -> None:
-        """Wait until ranks that are about to go are gone; not until all are told, by code that may wait for us."""
+        """Wait until ranks that are about to go are gone, but not for callbacks, which may wait for this thread."""
         with self.lock:
             if not self.ended.is_set() and not self.handle.ending:
                 self.handle.end_ranks()
@@ -336,7 +336,7 @@ class RanksLaunch:
             self.handle.end_ranks()
 
     def _end(self) -> None:
-        """Take in that the launch is over, and what that means for the calls."""
+        """Take in that the launch is over, and settle or hand over its calls."""
         outcome, self.report = self.handle.finish_launch()
         server = self.handle.server
         fate = server.describe_end() if server.ended() else ""
@@ -359,12 +359,12 @@ class RanksLaunch:
             self.rules.forget(self)
 
     def _lose_queued(self) -> None:
-        """Leave to others what these ranks will not run, and settle what was meant for these alone."""
+        """Leave to others the calls that these ranks will not run, and settle calls that only these could run."""
         with self._entry:
             self._is_shut = True
         others_follow = self.rules.restart and not self._closing
         for call in self._empty():
-            # One that holds a handle of these ranks would find nothing on others.
+            # A call that holds a handle of these ranks would find nothing on others.
             if others_follow and call.moves:
                 self._left.append(call)
             elif call.begin():
@@ -373,11 +373,11 @@ class RanksLaunch:
                 call.cancel()
 
 
-# What callers are told
+# Errors for callers
 
 
 def _staying(make: Callable[[], Ended]) -> Ended:
-    """Return how a call has ended; its error, if it has one, notes that the ranks stay."""
+    """Return how a call has ended; if it has an error, note on it that the ranks stay."""
     ended = make()
     if ended.error is not None:
         add_note(ended.error, _STAYED)
@@ -387,7 +387,7 @@ def _staying(make: Callable[[], Ended]) -> Ended:
 def _settle_lost(
     outcome: Outcome, report: Callable[[], LaunchReport], why: str, note: Callable[..., None] | None
 ) -> Ended:
-    """Settle the call during which the ranks were lost. ``note``: adds to its error what that means."""
+    """Settle the call during which the ranks were lost. ``note`` adds to its error what that means."""
     try:
         ended = settle(outcome, report, lost=True)
     finally:
@@ -407,7 +407,10 @@ def _add_loss(error: BaseException, why: str, *, restart: bool, doing: Sequence[
 
 
 def _how_lost(outcome: Outcome, server: str) -> str:
-    """Say why a launch has ended that nobody ended; read no value. ``server``: how its fork server ended, if so."""
+    """Return how a launch has ended that no caller ended; read no value.
+
+    ``server``: how its fork server ended, if so.
+    """
     interrupt = outcome.interrupt
     if interrupt is not None:
         raised = "" if isinstance(interrupt, KeyboardInterrupt) else str(interrupt).partition("\n")[0]
@@ -416,7 +419,7 @@ def _how_lost(outcome: Outcome, server: str) -> str:
         why = _CLOSED if outcome.broken == _CLOSED else server or reason_of(outcome)
         return why.partition("\n")[0] or _OUT_OF_STEP
     cause = in_order(outcome.failures)[0]
-    if server and cause.exitcode == 0:  # the ranks were let go since it was gone
+    if server and cause.exitcode == 0:  # the ranks were released because the server was gone
         return server
-    ended = cause.exitcode is not None or cause.rank is None  # a rank, or a machine or what serves it
+    ended = cause.exitcode is not None or cause.rank is None  # a rank, or a machine or its server
     return f"{cause.who} {cause.what}".partition("\n")[0] if ended else _OUT_OF_STEP
