@@ -1,4 +1,4 @@
-"""In the process that calls: machines are asked for, their members are heard, and given back."""
+"""The caller's side of engines: it asks for machines, receives their members' records, and gives the machines back."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from mlaunch.core.notes import Note
 
 
 def noted(news: str, name: str) -> Note:
-    """Return what to tell of a machine that does not answer."""
+    """Return the note about a machine that does not answer."""
     return Note(f"{name}: {news}")

@@ -40,12 +40,14 @@ T = TypeVar("T")
 
 
 class Cluster:
-    """What ``hold`` returns: as ``engine=``, it runs a call there. Several threads may call, one after the other;
-    the calls of ``submit``, ``map`` and ``grid`` run on machines that no other one has.
+    """Machines that ``hold`` has taken: as ``engine=``, they run calls.
 
-    Use it in a ``with`` statement, or ``close()`` it. A machine that is lost ends the call that runs; the next one
-    asks the engine for others. Ranks that stay take the machines until they end, those of ``keep=`` only while they
-    are called.
+    Several threads may call; their calls run one after the other. Each call of ``submit``, ``map`` and ``grid`` has
+    machines of its own.
+
+    Use it in a ``with`` statement, or ``close()`` it. If a machine is lost, the call that runs there ends; the next
+    call asks the engine for other machines. Ranks that stay occupy the machines until they end, ranks of ``keep=``
+    only while they are called.
     """
 
     def __init__(self, machines: Machines, idle_timeout: float | None) -> None:
@@ -55,10 +57,10 @@ class Cluster:
         self._timer: threading.Timer | None = None
         self._used_at = time.monotonic()
         self._queue = MachineQueue(machines)
-        self._sessions: list[tuple[list[Machine], RanksLaunch]] = []  # of ranks that stay, with their machines
+        self._sessions: list[tuple[list[Machine], RanksLaunch]] = []  # ranks that stay, with their machines
         self._parts: dict[tuple[Machine, ...], HeldPart] = {}
         self._lock = renewed(threading.Lock())
-        self._pid = os.getpid()  # whose machines they are: in a fork, another thread's lock would stay locked
+        self._pid = os.getpid()  # the owner: in a fork, a lock that another thread held would stay locked
         self._start_timer()
 
     def __enter__(self) -> Cluster:
@@ -67,7 +69,7 @@ class Cluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # An exception leaves the block, Ctrl-C among them: to wait for calls of other threads would hold it up.
+        # Do not delay an exception, which may be Ctrl-C, by waiting for other threads' calls.
         if kind is not None:
             self._queue.close("its block was left with an exception")
             self._queue.end_all()
@@ -75,7 +77,7 @@ class Cluster:
 
     @property
     def hosts(self) -> list[str]:
-        """The names of its machines, in the order of their ranks; [] once they were given back."""
+        """The names of the machines, in the order of their ranks; [] once they were given back."""
         return self._machines.hosts
 
     def call(
@@ -91,14 +93,14 @@ class Cluster:
             return self.opened(self._machines, options, rules)
 
     def check_trial(self, machines: int | None) -> None:
-        """Raise what keeps a launch of several from having so many machines: ValueError."""
+        """Raise ValueError if a submitted call wants more machines than there are."""
         if machines is not None and machines > self._size:
             raise misuse(ValueError(f"machines={machines} on {self._size} held machines: allowed: 1 to {self._size}"))
 
     def attempt(self, options: Options, call: Call, name: str, number: Attempt, course: RunCourse) -> Steps:
-        """Make one attempt of a submitted call, on machines that no other one has.
+        """Make one attempt of a submitted call, on machines that no other launch has.
 
-        If machines turn out to be lost before anything has run there, others are taken.
+        If machines turn out to be lost before anything has run there, it takes others.
         """
         left = TRIES
         while True:
@@ -120,7 +122,7 @@ class Cluster:
                 self._leave_claim(claim)
 
     def _part(self, claim: MachineClaim) -> HeldPart:
-        """Return the machines of a claim. Waits, if too few are left, until the engine has given others."""
+        """Return the machines of a claim. If too few are left, wait until the engine has given others."""
         if claim.whole:
             self._machines.open(Options().join_timeout, lambda state: say(f"a launch waits: {state}"))
             self._queue.narrow(claim)
@@ -130,7 +132,7 @@ class Cluster:
             return self._parts.setdefault(tuple(claim.machines), HeldPart(self, self._machines, claim.machines))
 
     def make_room(self, machines: Sequence[Machine]) -> None:
-        """End ranks on some of these machines that stay for as long as nobody else wants those."""
+        """End the ranks of ``keep=`` on any of these machines. LaunchError if other ranks that stay are there."""
         with self._lock:
             self._sessions = [one for one in self._sessions if not one[1].over]
             found = [session for there, session in self._sessions if not set(there).isdisjoint(machines)]
@@ -144,7 +146,7 @@ class Cluster:
             _end(session)
 
     def opened(self, machines: PlacedMachines, options: Options, rules: StayRules) -> RanksLaunch:
-        """Start ranks that stay on machines that the caller has claimed."""
+        """Start ranks that stay, on machines that the calling thread has claimed."""
         session = open_on_machines(machines, options, rules, self._note_use)
         with self._lock:
             self._sessions.append((list(machines.machines), session))
@@ -152,7 +154,7 @@ class Cluster:
 
     @contextlib.contextmanager
     def _taken(self, options: Options) -> Iterator[None]:
-        """Give the machines to one who may have them all."""
+        """Have all of the machines within the block."""
         self._check_process()
         if options.machines not in {None, self._size} and not self._queue.closed:
             raise misuse(ValueError(f"machines={options.machines} on {self._size} held machines: allowed: "
@@ -180,7 +182,7 @@ class Cluster:
         self._used_at = time.monotonic()
 
     def close(self) -> None:
-        """Give the machines back, once calls that run are over, and end ranks there. May be called again.
+        """Wait for the calls that run, end the ranks that stay, and give the machines back. May be called again.
 
         Does nothing in a fork of the process that holds them.
         """
@@ -189,7 +191,7 @@ class Cluster:
             self._leave()
 
     def _leave(self) -> None:
-        # In line behind the calls that wait already: these were promised the machines.
+        # Queue behind the calls that wait already.
         claim = self._queue.join(MachineClaim(None, ends=True))
         try:
             self._queue.wait(claim)
@@ -204,7 +206,7 @@ class Cluster:
         with self._lock:
             if self._timer is not threading.current_thread():  # close() was called
                 return
-            # Ranks that stay count as use: they would be lost without anybody's having asked for that.
+            # Ranks that stay count as use: otherwise they would be lost though nobody asked for it.
             in_use = self._queue.in_use or any(not session.over for _, session in self._sessions)
             if in_use or self._left() > 0:
                 self._start_timer(again=in_use)
@@ -213,7 +215,7 @@ class Cluster:
         self._leave()
 
     def _left(self) -> float:
-        """Return the seconds until nobody has used them for too long."""
+        """Return the seconds that are left of ``idle_timeout``."""
         return self._used_at + (self._idle_timeout or 0.0) - time.monotonic()
 
     def _start_timer(self, *, again: bool = False) -> None:
@@ -221,7 +223,7 @@ class Cluster:
             self._timer = threading.Timer(
                 self._idle_timeout if again else max(0.0, self._left()), self._leave_if_unused
             )
-            # A daemon: the interpreter's end gives the machines back, and must not wait for the timer.
+            # A daemon: the interpreter gives the machines back at its end, and must not wait for the timer.
             self._timer.daemon = True
             self._timer.start()
 
@@ -235,7 +237,7 @@ class Cluster:
 
 
 class HeldPart(PlacedMachines):
-    """Machines of one launch at a time, which has claimed them. For ``engine=`` and ``keep=`` an engine of its own."""
+    """Some of a cluster's machines, claimed by one launch at a time. ``engine=`` and ``keep=`` take it for an engine."""
 
     def __init__(self, holder: Cluster, whole: Machines, machines: Sequence[Machine]) -> None:
         super().__init__(whole.n_gpus, whole.heartbeat_timeout)
@@ -245,7 +247,7 @@ class HeldPart(PlacedMachines):
 
     def attempt(self, options: Options, call: Call, name: str, number: Attempt, course: RunCourse) -> Steps:
         """Make one attempt of a submitted call here."""
-        from mlaunch.sweeps.caller.submitted_call import follows, on_kept, output_of  # whose calls alone come here
+        from mlaunch.sweeps.caller.submitted_call import follows, on_kept, output_of  # imported late: only its calls come here
 
         if options.keep is not None:
             own = {"engine": self, "machines": None, "deadline": number.time_left}
@@ -293,7 +295,10 @@ class HeldPart(PlacedMachines):
 
 
 def _elsewhere(work: Callable[[], T], course: RunCourse) -> Generator[Need, None, T]:
-    """Wait for what a thread of the call's own does: the one that drives all launches must not block for seconds."""
+    """Run ``work`` in a new thread, and wait for its result.
+
+    The thread that drives all launches must not block for seconds.
+    """
     future = Future[T]()
 
     def run() -> None:
@@ -303,7 +308,7 @@ def _elsewhere(work: Callable[[], T], course: RunCourse) -> Generator[Need, None
             future.set_exception(error)
         course.notify()
 
-    # A thread for each, and no pool: in a pool, work that hangs on one machine would hold up that of all others.
+    # No thread pool: work that hangs on one machine would delay that of all others.
     threading.Thread(target=run, daemon=True).start()
     while not future.done():
         yield Need(firm=True)
@@ -311,5 +316,5 @@ def _elsewhere(work: Callable[[], T], course: RunCourse) -> Generator[Need, None
 
 
 def _end(session: RanksLaunch) -> None:
-    """End ranks that stay, after their calls. They are not lost: a call on them says what has become of them."""
+    """End ranks that stay, after their calls. A later call on them says why they have ended."""
     session.close(wait=True, evicted=True)

@@ -1,4 +1,4 @@
-"""Machines that any program reaches which starts a process on each and joins their standard streams."""
+"""Machines of any program that starts a process on each and joins their standard streams."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 _MODULE = "mlaunch.engines.member.started_together"
 _READ = 65536
-_KEPT = 4096  # bytes of what it wrote to standard error
+_KEPT = 4096  # bytes of its standard error that are kept
 
 
 class Command(Engine):
-    """The machines of ``mpirun``, ``flux run``, ``pbsdsh`` or the like, which must start one process on each.
+    """The machines of ``mpirun``, ``flux run``, ``pbsdsh`` or a similar program, which must start one process on each.
 
     The machines must reach each other by TCP, at ports that the system chooses.
 
     Args:
-        command: "mpirun -N 1 --host a,b"; what it is to start is put behind it.
+        command: "mpirun -N 1 --host a,b"; mlaunch appends the command that it is to start.
         python: The interpreter there; None: the path of this one.
     """
 
@@ -72,7 +72,7 @@ class _Started(Placement):
         self._hear_stderr()
         try:
             while (line := self._stream.skip_to(MARK)) is not None:
-                with contextlib.suppress(ConnectionError):  # the program, or what it runs, prints such a line, too
+                with contextlib.suppress(ConnectionError):  # the line is not a member's
                     self._found.append(Where.of_line(line))
         except EOFError:
             raise LaunchError(self._why_not()) from None
@@ -81,7 +81,7 @@ class _Started(Placement):
         if self._found and not wanted:
             raise LaunchError(f"{self._name} does not tell its processes how many they are; give machines=")
         stopped = self._processes.stopped(0)
-        self.queues = not self._found and not stopped  # once it has started one, no queue keeps the others
+        self.queues = not self._found and not stopped  # once it has started one process, no queue delays the others
         if not self._found or len(self._found) < wanted:
             started = f"started {len(self._found)} of {wanted or 'its'} processes"
             if stopped:
@@ -92,7 +92,7 @@ class _Started(Placement):
         return ""
 
     def _lead(self) -> None:
-        """Make the first copy carry for all."""
+        """Make the first process carry the streams of all."""
         if self._wanted is not None and len(self._found) > self._wanted:
             raise LaunchError(f"{self._name} has started {len(self._found)} processes, but machines={self._wanted}")
         self._ordered = ordered = sorted(self._found, key=lambda where: where.number)
@@ -112,7 +112,7 @@ class _Started(Placement):
 
     def start(self, machine: int) -> Ends:
         end = self._streams[machine].detach()
-        if machine == 0:  # it is on the machine of who carries
+        if machine == 0:  # the program's standard error counts as the first machine's
             return Ends(os.dup(end), end, os.dup(self._stderr) if self._stderr >= 0 else -1)
         return Ends(os.dup(end), end, secret=self._ordered[machine].secret)
 
@@ -121,11 +121,11 @@ class _Started(Placement):
             data = os.read(self._stderr, _READ)
             if not data:
                 return
-            # Read also where it is not wanted: a program whose standard error is full would stop.
+            # Read it in any case: a program whose standard error is full would stop.
             self._words = (self._words + data)[-_KEPT:]
 
     def _why_not(self) -> str:
-        """Return why it has not started the processes, in words."""
+        """Return in words why the program has not started the processes."""
         self._hear_stderr()
         fate = self._processes.fate(0, self._name) or f"{self._name} closed its output"
         lines = [shown(line) for line in self._words.splitlines() if line.strip()]

@@ -1,4 +1,4 @@
-"""What an engine is: it places a process on each machine and says what becomes of it. All else is the launch's own."""
+"""The base class of engines. An engine starts a process on each machine and reports its end; launches do the rest."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ OPTIONAL_NAME = Name(optional=True)
 
 
 class Words:
-    """A program and its options, or names: strings, each by itself. ``example``: of what is allowed."""
+    """The allowed values of an option that takes a list of strings: a command, or names. ``example``: an allowed list."""
 
     def __init__(self, *example: str, or_text: bool = False) -> None:
         self._example = list(example)
-        self._or_text = or_text  # in which the shell's rules part them
+        self._or_text = or_text  # split by the shell's rules
 
     def __str__(self) -> str:
         text = f"{shlex.join(self._example)!r}, or " if self._or_text else ""
         return f"{text}a list of strings, {self._example}"
 
     def check(self, name: str, value: object) -> None:
-        """Raise TypeError or ValueError that names the option, the value and what is allowed."""
+        """Raise TypeError or ValueError if the value is not allowed. The error names the option and what is allowed."""
         if isinstance(value, str | bytes) or not isinstance(value, Sequence):
             raise TypeError(f"{name}={value!r}: allowed: {self}")
         for word in value:
@@ -49,13 +49,13 @@ class Words:
 
 
 class Amounts:
-    """An amount of each of several things."""
+    """The allowed values of an option that maps names to amounts."""
 
     def __str__(self) -> str:
         return "a mapping of names to numbers from 0, {'CPU': 8, 'GPU': 4}, or None"
 
     def check(self, name: str, value: object) -> None:
-        """Raise TypeError or ValueError that names the option, the value and what is allowed."""
+        """Raise TypeError or ValueError if the value is not allowed. The error names the option and what is allowed."""
         if not isinstance(value, Mapping | None):
             raise TypeError(f"{name}={value!r}: allowed: {self}")
         for what, amount in (value or {}).items():
@@ -66,15 +66,15 @@ class Amounts:
 
 
 class Engine(ABC):
-    """To write one, implement ``place``. ``python``: the interpreter on the machines; None: as here.
+    """The base class of engines: implement ``place``. ``python``: the interpreter on the machines; None: as here.
 
     Attributes:
-        heartbeat_timeout: Seconds after which machines that hear nothing of this process end what runs there and are
-            given back: this machine may have lost its power, or a laptop may sleep. None: never. To be set before
+        heartbeat_timeout: Seconds after which machines that receive nothing from this process end what runs there and
+            are given back: this machine may have lost its power, or a laptop may sleep. None: never. Set it before
             machines are asked for.
     """
 
-    # Of a caller whose machine is cut off no packet tells, so the end of its stream is not enough.
+    # A caller whose machine is cut off sends no packet, so its stream does not end.
     heartbeat_timeout: float | None = 300.0
 
     def __init__(self, python: str | None = None) -> None:
@@ -83,14 +83,14 @@ class Engine(ABC):
 
     @abstractmethod
     def place(self, machines: int | None, command: Sequence[str]) -> Placement:
-        """Ask for machines, on each of which ``command`` is to run; do not wait. None: the engine's own number."""
+        """Ask for machines that run ``command``; do not wait for them. ``machines``: None: the engine's own number."""
 
     def ask_for(self, wanted: int | None, n_gpus: int | None) -> Machines:
-        """Return so many machines, which are asked for when they are needed.
+        """Return ``wanted`` machines, which the engine is asked for when they are needed.
 
         Raises:
-            TypeError: One of these, or ``heartbeat_timeout``, is no number.
-            ValueError: It is none that is allowed.
+            TypeError: An argument, or ``heartbeat_timeout``, is not a number.
+            ValueError: The number is not allowed.
         """
         about("keep").allowed.check("heartbeat_timeout", self.heartbeat_timeout)
         about("machines").allowed.check("machines", wanted)
@@ -101,16 +101,16 @@ class Engine(ABC):
     def hold(
         self, machines: int | None = None, n_gpus: int | None = None, *, idle_timeout: float | None = None
     ) -> Cluster:
-        """Take machines that stay until ``close()``, for calls with ``engine=`` what this returns.
+        """Take machines that stay until ``close()``. Pass what this returns as ``engine=`` to calls.
 
-        Waits until they are there, and says for what. ``n_gpus``: ranks on each, for calls that do not say it.
-        ``idle_timeout``: seconds without a call after which they are given back. They are, too, when this process ends,
-        however it ends.
+        Waits until the machines are there, and prints why it waits. ``n_gpus``: ranks on each, for calls that do not
+        say it. ``idle_timeout``: seconds without a call after which the machines are given back. They are also given
+        back when this process ends, however it ends.
 
         Raises:
-            LaunchError: The engine does not give them, or mlaunch cannot run there.
-            TypeError: An argument is no number.
-            ValueError: It is none that is allowed.
+            LaunchError: The engine does not give the machines, or mlaunch cannot run there.
+            TypeError: An argument is not a number.
+            ValueError: The number is not allowed.
         """
         about("keep").allowed.check("idle_timeout", idle_timeout)
         held = self.ask_for(machines, n_gpus)
@@ -120,7 +120,7 @@ class Engine(ABC):
     def call(
         self, options: Options, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Ended:
-        """Run a function on machines of its own; see ``call_on_machines``."""
+        """Run a function on machines that are taken for this call; see ``call_on_machines``."""
         machines = self.ask_for(options.machines, options.n_gpus)
         try:
             return call_on_machines(machines, options, function, args, kwargs)
@@ -128,7 +128,7 @@ class Engine(ABC):
             machines.close()
 
     def open_session(self, options: Options, rules: StayRules) -> RanksLaunch:
-        """Start ranks that stay on machines of their own, which are given back when they end."""
+        """Start ranks that stay, on machines that are given back when the ranks end."""
         machines = self.ask_for(options.machines, options.n_gpus)
         try:
             return open_on_machines(machines, options, rules, machines.close)

@@ -1,4 +1,4 @@
-"""Engines by name, as a command line says them."""
+"""Engines by name, as on a command line."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ ALLOWED = "slurm[:NAME=VALUE,...], ssh:HOST[:RANKS],..., ray[:CPU=N,GPU=N,...], 
 
 
 def engine_named(text: str) -> Engine:
-    """Make the engine: "slurm:partition=gpu,time=1:00:00", "ssh:a,b:4", "ray:GPU=4", "command:mpirun -N 1".
+    """Return an engine for a text: "slurm:partition=gpu,time=1:00:00", "ssh:a,b:4", "ray:GPU=4", "command:mpirun -N 1".
 
-    Put a value that has a comma into quotes or brackets: "slurm:nodelist='n1,n2'".
+    Put a value that contains a comma into quotes or brackets: "slurm:nodelist='n1,n2'".
 
     Raises:
         ValueError: There is no such engine, or it has no such option.
@@ -40,7 +40,7 @@ def engine_named(text: str) -> Engine:
 
 
 def _parts(text: str) -> list[str]:
-    """Split at commas, those in quotes or brackets left out: "nodelist='n1,n2'", "nodelist=n[1,3]"."""
+    """Split a text at its commas, except those in quotes or brackets: "nodelist='n1,n2'", "nodelist=n[1,3]"."""
     return [re.sub("['\"]", "", part) for part in _PART.findall(text)]
 
 

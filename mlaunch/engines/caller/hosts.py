@@ -1,4 +1,4 @@
-"""Machines that are reached by ssh."""
+"""Machines that mlaunch reaches by ssh."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SSH = ("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=30", "-o", "Se
         "ServerAliveCountMax=3")  # fmt: skip
 
 
-_MOST_RANKS = 1023  # of a machine; from 1024 on a number after a colon is somebody's port
+_MOST_RANKS = 1023  # of a machine; a larger number after a colon is a port
 
 
 class Hosts(Engine):
@@ -48,7 +48,7 @@ class Hosts(Engine):
         self._ssh = list(ssh)
 
     def place(self, machines: int | None, command: Sequence[str]) -> Placement:
-        """Take the first hosts, as many as are wanted."""
+        """Take the first ``machines`` hosts; None: all."""
         if machines is not None and machines > len(self._hosts):
             raise ValueError(f"machines={machines} with {len(self._hosts)} hosts: allowed: 1 to {len(self._hosts)}")
         wanted = self._hosts[:machines]
@@ -63,7 +63,7 @@ class Hosts(Engine):
 
 
 def check_name(host: str) -> None:
-    """Raise ValueError for a name of which ``ssh`` would make an option: some of those run commands here."""
+    """Raise ValueError for a name that ``ssh`` would take for an option: some options run commands here."""
     if host.startswith("-"):
         raise ValueError(f"host {host!r}: allowed: a name as ssh takes it, which does not begin with '-'")
 
@@ -88,7 +88,7 @@ def _parted(host: str) -> tuple[str, int | None]:
 
 
 class _OnHosts(Placement):
-    at_once = 32  # logins: a jump host, or the user's agent of keys, refuses more
+    at_once = 32  # logins: a jump host, or the user's ssh agent, refuses more
 
     def __init__(self, hosts: Sequence[tuple[str, int | None]], ssh: Sequence[str], command: str) -> None:
         self.sizes = [size for _, size in hosts]

@@ -1,4 +1,4 @@
-"""The queue for the machines of an allocation: each launch gets, in order of arrival, all that it wants or none."""
+"""The queue for the machines of an allocation. In order of arrival, each launch gets all machines it wants or none."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def _nothing() -> None: ...
 
 @dataclass(eq=False)
 class MachineClaim:
-    """A place in the queue, then what it has come to.
+    """A launch's place in the queue, and then its machines.
 
     Attributes:
-        count: How many machines are wanted; None: the allocation, whether its machines are there or not.
-        notify: Called, under a lock, when ``take`` may have something to give.
-        end: Ends the launch that has the machines.
+        count: How many machines are wanted; None: the whole allocation, whether its machines are there or not.
+        notify: Called, under a lock, when ``take`` may succeed.
+        end: A function that ends the launch which has the machines.
         ends: The claim is to give the allocation back.
-        whole: It holds the whole allocation, which has too few machines left: others must be asked for first.
+        whole: It holds the whole allocation, which has too few machines left: the engine must be asked for others first.
     """
 
     count: int | None
@@ -36,15 +36,15 @@ class MachineClaim:
 
     @property
     def lost(self) -> bool:
-        """True if one of its machines is lost: nobody gets that again."""
+        """True if one of its machines is lost. Nobody gets that machine again."""
         return any(machine.lost for machine in self.machines)
 
 
 class MachineQueue:
-    """Of one allocation, for any thread. A machine that is lost is given to nobody."""
+    """The queue of one allocation, for any thread. It gives lost machines to nobody."""
 
     def __init__(self, machines: Machines) -> None:
-        # Not threading's: Ctrl-C within it can leave its lock taken, with every launch behind it.
+        # Not threading's: Ctrl-C within it can leave its lock taken, which would block every launch.
         self._changed = interrupts.Condition()
         self.closed = ""  # why nobody gets machines any more
         self._machines = machines
@@ -53,21 +53,21 @@ class MachineQueue:
 
     @property
     def in_use(self) -> bool:
-        """True if some launch has machines, or waits for them."""
+        """True if a launch has machines, or waits for them."""
         return bool(self._row or self._holders)
 
     def join(self, claim: MachineClaim) -> MachineClaim:
-        """Get in line."""
+        """Put a claim at the end of the queue."""
         with self._changed:
             self._row.append(claim)
         return claim
 
     def take(self, claim: MachineClaim) -> bool:
-        """True if the claim has its machines now. LaunchError: The allocation was given back."""
+        """Give the claim its machines if it is its turn, and return whether. LaunchError: The allocation was given back."""
         with self._changed:
             if self.closed and not claim.ends:
                 raise LaunchError(f"this allocation was given back ({self.closed}); hold() another one")
-            # Only the first: a launch that wants many would wait for ever behind small ones that overtake it.
+            # Only the first claim: otherwise small ones would overtake a large one for ever.
             if self._row[0] is not claim or not self._give(claim):
                 return False
             self._row.remove(claim)
@@ -76,14 +76,14 @@ class MachineQueue:
             return True
 
     def wait(self, claim: MachineClaim) -> None:
-        """Wait for the machines. Can be interrupted."""
+        """Wait until the claim has its machines. Can be interrupted."""
         with self._changed:
             while not self.take(claim):
                 self._changed.wait()
 
     def _give(self, claim: MachineClaim) -> bool:
         left = [machine for machine in self._machines.machines if not machine.lost]
-        # Too few are left: only a launch that has all of them may ask the engine for others.
+        # Too few are left: only a launch that has the whole allocation may ask the engine for others.
         if claim.count is None or len(left) < claim.count:
             claim.whole = not self._holders
             return claim.whole
@@ -95,13 +95,13 @@ class MachineQueue:
         return True
 
     def narrow(self, claim: MachineClaim) -> None:
-        """Take the claim's machines of an allocation that is whole again, and leave the rest to others."""
+        """Take the claim's machines from an allocation that is complete again, and leave the others to other claims."""
         with self._changed:
             claim.machines, claim.whole = self._machines.machines[: claim.count], False
             self._tell()
 
     def leave(self, claim: MachineClaim) -> None:
-        """Leave the line, or give the machines to others. May be called again."""
+        """Remove a claim from the queue, or give its machines to others. May be called again."""
         with self._changed:
             for some in (self._row, self._holders):
                 if claim in some:
@@ -109,7 +109,7 @@ class MachineQueue:
             self._tell()
 
     def close(self, why: str) -> None:
-        """Refuse all who wait and will come; who has machines keeps them."""
+        """Refuse all claims that wait or come later; claims that have machines keep them."""
         with self._changed:
             self.closed = self.closed or why
             self._tell()

@@ -1,4 +1,4 @@
-"""What an engine gives: a process on each of several machines, and word of what becomes of it."""
+"""Placements, which engines give: a process on each of several machines, and news of its end."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from mlaunch.base import linux
 from mlaunch.base.exceptions import describe_exit
 
-_FATE_TIMEOUT = 1.0  # seconds for a program whose streams have ended
-_END_TIMEOUT = 3.0  # seconds for all whose standard input has ended, and for those that were asked to end
+_FATE_TIMEOUT = 1.0  # seconds for a program to end once its streams have
+_END_TIMEOUT = 3.0  # seconds for programs to end once their standard input has, and once they were asked to
 
 
 @dataclass(frozen=True)
 class Ends:
-    """Our ends of a process's standard streams: descriptors, which the receiver owns. ``stderr`` -1: it has none.
+    """This process's ends of a process's standard streams: descriptors, which the receiver owns. ``stderr``: -1: none.
 
-    ``secret``: what the process knows, too, where others can write to what is between it and us.
+    ``secret``: shared with the process, if others can write to the connection.
     """
 
     stdin: int
@@ -33,10 +33,10 @@ class Ends:
 class Placement(ABC):
     """Machines that an engine gives to one launch, or to several one after the other.
 
-    ``sizes``: how many ranks each is to have, None where the option ``n_gpus`` says it. ``at_once``: how many may be
-    starting at a time; None: all. ``farewell``: a command that gives the machines back from one of them, if this
-    process cannot; (): they are free as soon as nothing runs there. ``queues``: whether what ``state()`` says may last
-    as long as a queue does; False: no longer than ``join_timeout``.
+    ``sizes``: how many ranks each machine has; None: the option ``n_gpus`` says it. ``at_once``: how many may start at
+    a time; None: all. ``farewell``: a command that gives the machines back from one of them, if this process cannot;
+    (): they are free as soon as nothing runs there. ``queues``: whether the state that ``state()`` reports may last as
+    long as a queue does; False: no longer than ``join_timeout``.
     """
 
     sizes: Sequence[int | None]
@@ -46,7 +46,7 @@ class Placement(ABC):
 
     @abstractmethod
     def state(self) -> str:
-        """Return in the engine's words what the machines wait for; "" once they are there.
+        """Return what the machines wait for, in the engine's words; "" once they are there.
 
         Raises:
             LaunchError: They will not come.
@@ -54,22 +54,22 @@ class Placement(ABC):
 
     @abstractmethod
     def start(self, machine: int) -> Ends:
-        """Start the command on a machine, by number from 0. Called once for each, when ``state()`` is ""."""
+        """Start the command on a machine, numbered from 0. Called once for each, when ``state()`` is ""."""
 
     @abstractmethod
     def fate(self, machine: int) -> str:
-        """Return what the engine knows of why a machine was lost: "NODE_FAIL on n2", "exited with code 255"; or ""."""
+        """Return why a machine was lost, if the engine knows: "NODE_FAIL on n2", "exited with code 255"; else ""."""
 
     def preempted(self) -> bool:
         """True if the scheduler has taken the machines for somebody else, or is about to, and would give others.
 
-        Not so if their time is over. An engine that does not know says False.
+        False if their time is over, or if the engine does not know.
         """
         return False
 
     @abstractmethod
     def cancel(self) -> None:
-        """End all processes and give the machines back. Called in every case, and again if it was interrupted."""
+        """End all processes and give the machines back. Always called, and called again if it was interrupted."""
 
 
 class Processes:
@@ -79,18 +79,18 @@ class Processes:
         self._running: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, machine: int, command: Sequence[str], environ: Mapping[str, str] | None = None) -> Ends:
-        """Start one; return our ends of its streams. OSError as ``subprocess.Popen`` raises it."""
+        """Start a program; return this process's ends of its streams. OSError as ``subprocess.Popen`` raises it."""
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=environ,
-            start_new_session=True,  # a terminal's Ctrl-C is this process's to answer
+            start_new_session=True,  # only this process reacts to a terminal's Ctrl-C
         )
         self._running[machine] = process
         ours = [stream for stream in (process.stdin, process.stdout, process.stderr) if stream is not None]
-        # Duplicates that Popen knows nothing of: it would close them when it is collected.
+        # Duplicates: Popen would close its own when it is garbage-collected.
         ends = [os.dup(stream.fileno()) for stream in ours]
         for stream in ours:
             stream.close()
@@ -98,12 +98,12 @@ class Processes:
         return Ends(*ends)
 
     def stopped(self, machine: int) -> int:
-        """Return the pid of one that somebody has stopped (SIGSTOP, a debugger); 0: it runs, or there is none."""
+        """Return the pid of a machine's program if it is stopped (SIGSTOP, a debugger); 0: it runs, or there is none."""
         process = self._running.get(machine)
         return process.pid if process is not None and linux.is_stopped(process.pid) else 0
 
     def fate(self, machine: int, name: str) -> str:
-        """Return how it has ended, or that somebody has stopped it; "" if it lives."""
+        """Return in words how a machine's program has ended, or that it is stopped; "" if it runs."""
         process = self._running.get(machine)
         if process is None:
             return ""
@@ -114,11 +114,11 @@ class Processes:
         return ""
 
     def end(self) -> None:
-        """End all. Their standard input is closed by now, at which they end by themselves.
+        """End all programs. Their standard input is closed already, at which they end by themselves.
 
-        What somebody has stopped is continued first, with its helpers, which would stay.
+        A program that is stopped is continued first, with its helpers, which would otherwise stay.
         """
-        # Time to clean up first: they end with their standard input, as their caller's streams are closed by now.
+        # Time to clean up first.
         self._wait()
         for end in (subprocess.Popen.terminate, subprocess.Popen.kill):
             for process in self._running.values():
@@ -129,19 +129,19 @@ class Processes:
     def _wait(self) -> None:
         until = time.monotonic() + _END_TIMEOUT
         for process in self._running.values():
-            # A stopped srun keeps its helper, which has the job's step.
+            # A stopped srun keeps its helper, and that keeps the job's step.
             linux.continue_group_of(process.pid)
         for process in self._running.values():
             if process.returncode is None and _has_ended(process.pid, max(0.0, until - time.monotonic())):
-                linux.continue_group_of(process.pid)  # as long as its number is certainly its own
+                linux.continue_group_of(process.pid)  # while the pid certainly is its own
                 process.wait()
 
 
 def _has_ended(pid: int, timeout: float) -> bool:
-    """Wait for the end of a child, without reaping it; True once that has come."""
+    """Wait for the end of a child, without reaping it. Return True if it has ended."""
     try:
         pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:  # others have reaped it
+    except ProcessLookupError:  # other code has reaped it
         return True
     try:
         return bool(linux.wait_readable([pidfd], timeout))

@@ -17,18 +17,19 @@ from mlaunch.engines.caller.engine import Amounts, Engine
 from mlaunch.engines.caller.launch.timeouts import BEATS
 from mlaunch.engines.caller.placement import Ends, Placement
 
-_READ = 1 << 18  # bytes in a call of an actor
-_WORDS = 300  # characters of what Ray says of an error
+_READ = 1 << 18  # bytes per call of an actor
+_WORDS = 300  # characters of Ray's text of an error
 
 
 class Ray(Engine):
-    """A bundle on each of several nodes of a Ray cluster, with an actor in each that executes the member.
+    """Nodes of a Ray cluster: a bundle on each, with an actor that runs the member.
 
-    The caller belongs inside the cluster: on its head, or on a node. Needs the extra ``ray``.
+    Call from inside the cluster: on its head, or on a node. Needs the extra ``ray``.
 
     Args:
-        address: Of the cluster, as ``ray.init`` takes it; one that this process is connected to already is used.
-        resources: Of each bundle: ``{"CPU": 8, "GPU": 4}``. None: one CPU.
+        address: The cluster's address, as ``ray.init`` takes it. A cluster to which this process is connected already
+            is used.
+        resources: The resources of each bundle: ``{"CPU": 8, "GPU": 4}``. None: one CPU.
         python: The interpreter on the nodes; None: the path of this one.
     """
 
@@ -62,10 +63,10 @@ class Ray(Engine):
 
 
 class Pump:
-    """The actor: it executes a member, and passes on its bytes. Its methods run in threads of their own.
+    """The actor: it runs a member, and passes on its bytes. Each of its methods runs in a thread of its own.
 
-    ``heartbeat_timeout``: seconds without a sign of its caller after which the member ends. Once something has come for
-    the member, that counts them itself. None: it stays.
+    ``heartbeat_timeout``: seconds without a sign of life from the caller after which the member ends; once the member
+    has received something, it counts them itself. None: no limit.
     """
 
     def __init__(self, command: Sequence[str], heartbeat_timeout: float | None = None) -> None:
@@ -85,11 +86,11 @@ class Pump:
             self._sign.clear()
 
     def renew(self) -> None:
-        """Note that its caller lives."""
+        """Note a sign of life from the caller."""
         self._sign.set()
 
     def write(self, data: bytes) -> None:
-        """Pass on what the caller writes; b"": no more."""
+        """Write the caller's data to the member; b"": close its standard input."""
         self._begun = True
         self._sign.set()
         stream = self._process.stdin
@@ -103,12 +104,12 @@ class Pump:
             stream.close()
 
     def read(self, stream: str) -> bytes:
-        """Return what the member has written next to its "stdout" or "stderr"; b"" at the end."""
+        """Return the next bytes that the member has written to "stdout" or "stderr"; b"" at the end."""
         data: bytes = os.read(getattr(self._process, stream).fileno(), _READ)
         return data
 
     def exitcode(self) -> int:
-        """Wait for its end."""
+        """Wait for the member's end; return its exit code."""
         return self._process.wait()
 
 
@@ -122,7 +123,7 @@ class _InBundles(Placement):
         self._resources = dict(resources)
         self._command = list(command)
         self._heartbeat_timeout = heartbeat_timeout
-        # One bundle for each node: two members on one would take each other's devices.
+        # At most one bundle on a node: two members on one would take each other's devices.
         self._group = placement_group([dict(resources)] * machines, strategy="STRICT_SPREAD")
         self._ready = self._group.ready()
         self._fates: dict[int, str] = {}
@@ -148,7 +149,7 @@ class _InBundles(Placement):
                 num_cpus=self._resources.get("CPU", 0),
                 num_gpus=self._resources.get("GPU", 0),
                 resources=others,
-                # One call each of write, read of both streams, and renew may wait inside at the same time.
+                # One call each of write, of read for both streams, and of renew may block at the same time.
                 max_concurrency=4,
             )
             .remote(self._command, self._heartbeat_timeout)
@@ -156,7 +157,7 @@ class _InBundles(Placement):
         return self._ends(machine, actor)
 
     def _ends(self, machine: int, actor: Any) -> Ends:
-        """Join the actor's calls to sockets of this process."""
+        """Return sockets of this process whose bytes the actor's calls carry."""
         pairs = [socket.socketpair() for _ in range(3)]
         ours, theirs = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         threads = [
@@ -171,10 +172,10 @@ class _InBundles(Placement):
     def _write(self, actor: Any, end: socket.socket) -> None:
         import ray
 
-        with end, contextlib.suppress(Exception):  # the actor is gone, which reading tells
+        with end, contextlib.suppress(Exception):  # the actor is gone, which the next read reports
             timeout = self._heartbeat_timeout
             while timeout is not None and not linux.wait_readable([end.fileno()], timeout / BEATS):
-                # Until the member itself counts the seconds: an actor is not told that its owner is cut off.
+                # Until the member itself counts the seconds: an actor does not learn that its owner is cut off.
                 ray.get(actor.renew.remote())
             while True:
                 data = end.recv(_READ)
@@ -191,7 +192,7 @@ class _InBundles(Placement):
                     end.sendall(data)
             except OSError:  # nobody reads it any more
                 pass
-            except Exception as error:  # of Ray's: its actor or its node is gone
+            except Exception as error:  # Ray's: its actor or its node is gone
                 words = " ".join(str(error).split())
                 self._fates.setdefault(machine, f"{type(error).__name__}: {words[:_WORDS]}")
 
@@ -201,5 +202,5 @@ class _InBundles(Placement):
     def cancel(self) -> None:
         from ray.util.placement_group import remove_placement_group
 
-        with contextlib.suppress(Exception):  # the cluster is gone, and with it all of this
-            remove_placement_group(self._group)  # which kills the actors in it
+        with contextlib.suppress(Exception):  # the cluster is gone
+            remove_placement_group(self._group)  # kills the actors in it

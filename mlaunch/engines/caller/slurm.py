@@ -21,15 +21,15 @@ from mlaunch.engines.caller.launch.machines import say
 from mlaunch.engines.caller.placement import Ends, Placement, Processes
 
 _SSH = ("ssh", "-T", "-o", "BatchMode=yes")
-# Variables of an outer job steer what an inner srun does: one that binds tasks to cores makes ranks slow. What a user
-# sets for Slurm's commands is useful to ours, too: where jobs go, who pays, how the controller is reached.
+# Variables of an outer job change what an inner srun does: one that binds tasks to cores makes ranks slow. Variables
+# that a user sets for Slurm's commands are kept: where jobs go, who pays, how to reach the controller.
 _OUTER = ("SLURM_", "SRUN_", "PMIX_", "PMI_")
 _USERS = {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_SACK_SOCKET", "SLURM_DEBUG"}
 _HARMFUL = {"SBATCH_WAIT", "SBATCH_ARRAY_INX"}  # sbatch would answer too late, or ask for many jobs
-_COMMAND_TIMEOUT = 20.0  # seconds for a command that asks
-_STATE_DELAY = 1.0  # seconds between questions what the job waits for
-# Ends the job of this name, after its members, which end with the caller, too, and clean up: they have ten seconds.
-# Asks again until Slurm says that there is none. $0 is the name, which nobody else has.
+_COMMAND_TIMEOUT = 20.0  # seconds for a command that asks Slurm something
+_STATE_DELAY = 1.0  # seconds between queries what the job waits for
+# Ends the job of this name, after its members: they end with the caller, too, and have ten seconds to clean up. Tries
+# again until Slurm says that there is no such job. $0 is the name, which no other job has.
 _GIVE_BACK = """
 exec 2>/dev/null
 job=$(squeue --noheader --name="$0" --format=%i)
@@ -49,9 +49,9 @@ while :; do
     [ $turn -lt 10 ] && sleep 1 || sleep 5
 done
 """
-# Asks, says how that ended, and gives the job back when its standard input ends: with the caller, however that ends,
-# and also while the job still waits. The number is the last line that is one; a site may have more to say. "127": there
-# is no such program, nor one to give back with.
+# Submits the job, prints sbatch's exit status, and gives the job back when its standard input ends: when the caller
+# ends, however it does, and also while the job still waits. The job's number is the last line that is a number; a site
+# may print more. "127": there is no such program, nor one to give the job back with.
 _GUARD = (
     """
 exec 3<&0
@@ -63,8 +63,8 @@ cat <&3 >/dev/null
 """
     + _GIVE_BACK
 )
-# What the job itself runs: it ends when no member has been there for so long. The caller may be asleep, or gone without
-# a word, before it has started one. A controller that does not answer is asked again.
+# The job's script: it ends when there was no member for so long. The caller may be asleep, or cut off, before it has
+# started one. It asks again if the controller does not answer.
 _STAY = """
 while sleep %d; do
     steps=$(squeue --noheader --steps --jobs=$SLURM_JOB_ID --format=%%i) || continue
@@ -75,19 +75,19 @@ _LEAST_STAY = 10  # seconds for a caller to see that the job has begun, and to s
 _BAD = ("BOOT_FAIL", "CANCELLED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT")
 _END_TIMEOUT = 10.0  # seconds for Slurm to take an allocation back
 _COMPLETING_TIMEOUT = 5.0  # seconds for Slurm to say why a job has ended
-_COMPLETING_DELAY = 0.1  # seconds between questions whether it has
+_COMPLETING_DELAY = 0.1  # seconds between queries whether it has ended
 _READ = 65536
 
 
 class Slurm(Engine):
-    """An allocation of Slurm's, with the options of ``sbatch`` as keywords; inside a job, that job's.
+    """A Slurm allocation, with the options of ``sbatch`` as keywords; inside a job, the nodes of that job.
 
     Args:
         host: A login node, reached by ``ssh``, where Slurm's commands are; None: here.
         python: The interpreter on the nodes; None: the path of this one. mlaunch must be installed for it, in this
             version.
         **options: ``partition="gpu"`` is ``--partition=gpu``, ``gpus_per_node=8`` is ``--gpus-per-node=8``, True is a
-            flag alone. The number of nodes is that of ``machines``; one without it.
+            flag without a value. The number of nodes is that of ``machines``; one without it.
     """
 
     def __init__(self, *, host: str | None = None, python: str | None = None, **options: str | int | bool) -> None:
@@ -111,7 +111,7 @@ class Slurm(Engine):
             return _OnNodes(self._shell, Existing(self._shell, job, machines), command, self._per_task)
         count = machines or 1
         flags = [f"--nodes={count}", "--ntasks-per-node=1", *self._options]
-        # A batch job, not salloc: with that no process is in the job before a member is, so one that begins while its
+        # A batch job, not salloc: a job of salloc's has no process before a member starts, so one that begins while its
         # caller sleeps would stay until its time is over.
         allocation = Allocation(self._shell, flags, count, self.heartbeat_timeout)
         return _OnNodes(self._shell, allocation, command, self._per_task)
@@ -132,22 +132,22 @@ class Shell:
         self.host = host
 
     def environ(self) -> Mapping[str, str]:
-        """Return this process's environment without an outer job's variables. What is meant for salloc holds, too."""
+        """Return this process's environment without an outer job's variables. Those for salloc apply to sbatch, too."""
         kept = {name: value for name, value in os.environ.items() if name in _USERS or not name.startswith(_OUTER)}
         for name in [name for name in kept if name.startswith("SALLOC_")]:
             kept.setdefault(f"SBATCH_{name.removeprefix('SALLOC_')}", kept[name])
         return {name: value for name, value in kept.items() if name not in _HARMFUL}
 
     def command(self, args: Sequence[str]) -> list[str]:
-        """Return what runs this command there."""
+        """Return the command that runs these arguments there."""
         return list(args) if self.host is None else [*_SSH, self.host, shlex.join(args)]
 
     def ask(self, *args: str) -> str:
-        """Return what a command prints; "" if it fails or does not answer."""
+        """Return the output of a command; "" if it fails or does not answer."""
         return self.answer(*args) or ""
 
     def answer(self, *args: str) -> str | None:
-        """Return what a command prints; None if it fails or does not answer."""
+        """Return the output of a command; None if it fails or does not answer."""
         try:
             done = subprocess.run(
                 self.command(args),
@@ -155,7 +155,7 @@ class Shell:
                 capture_output=True,
                 encoding="utf-8",
                 env=self.environ(),
-                # ssh reads what it finds there, which is the caller's.
+                # ssh would read from the caller's standard input.
                 stdin=subprocess.DEVNULL,
                 timeout=_COMMAND_TIMEOUT,
             )
@@ -181,12 +181,12 @@ class _OnNodes(Placement):
         if time.monotonic() - self._asked > _STATE_DELAY:
             self._state = self._allocation.state()
             self._asked = time.monotonic()
-            self.queues = bool(self._allocation.job)  # before, sbatch has not answered
+            self.queues = bool(self._allocation.job)  # otherwise sbatch has not answered yet
         return self._state
 
     def start(self, machine: int) -> Ends:
         node = self._allocation.nodes[machine]
-        # --overlap: a step would else wait until the steps of others have left their resources.
+        # --overlap: otherwise the step would wait until other steps have freed their resources.
         step = ["srun", f"--jobid={self._allocation.job}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}"]
         # Slurm would bind the member, and so all ranks of the node, to the cores of one task.
         step += ["--cpu-bind=none", "--kill-on-bad-exit=1", "--job-name=mlaunch", *self._per_task]
@@ -200,7 +200,7 @@ class _OnNodes(Placement):
         return self._allocation.preempted()
 
     def fate(self, machine: int) -> str:
-        """Return what Slurm knows of the job, of the node, of srun."""
+        """Return why the machine was lost, as the job's state, the node's state and srun tell; "" if unknown."""
         node = self._allocation.nodes[machine]
         ended = self._processes.fate(machine, f"srun on {node}")
         return self._allocation.fate(node) or ended
@@ -212,9 +212,10 @@ class _OnNodes(Placement):
 
 
 class Allocation:
-    """One that is asked for. ``flags``: of sbatch; ``count``: of nodes. ``job`` and ``nodes`` are there once it is.
+    """An allocation that mlaunch asks for. ``flags``: sbatch's; ``count``: of nodes.
 
-    ``patience``: seconds for which the job stays though nobody is there; None: until its time is over.
+    ``job`` and ``nodes`` are set once it is there. ``patience``: seconds for which the job stays without a member;
+    None: until its time is over.
     """
 
     def __init__(self, shell: Shell, flags: Sequence[str], count: int, patience: float | None) -> None:
@@ -246,14 +247,14 @@ class Allocation:
         return guard
 
     def state(self) -> str:
-        """Return what the job waits for; "" once the nodes are there. LaunchError, in Slurm's words: there are none."""
+        """Return what the job waits for; "" once the nodes are there. LaunchError in Slurm's words if there are none."""
         asked = self._hear()
         if asked is None:
             return "asks Slurm for an allocation"
         code, self.job = asked
         if code != "0" or not self.job:
             raise LaunchError("\n".join(["Slurm gives no allocation:", *(f"  {line}" for line in self._words())]))
-        # By the job's name, which is drawn: a number is reused, and is not known before sbatch has answered.
+        # By the job's name, which is random: a number is reused, and is not known before sbatch has answered.
         known = self._shell.answer("squeue", "--noheader", "--states=all", f"--name={self._name}", "--format=%T %r")
         if known is None:
             return f"job {self.job} waits, and Slurm does not say for what: its controller does not answer"
@@ -268,7 +269,7 @@ class Allocation:
         return ""
 
     def _hear(self) -> tuple[str, str] | None:
-        """Read what has been said; return the exit status and the job's number once they are known."""
+        """Read the guard's output. Return sbatch's exit status and the job's number once they are known."""
         pipe = self._guard.stdout
         while pipe is not None and linux.wait_readable([pipe.fileno()], 0.0):
             data = os.read(pipe.fileno(), _READ)
@@ -285,25 +286,25 @@ class Allocation:
         return [line for line in self._said.splitlines() if line and not line.startswith(self._name)]
 
     def fate(self, node: str) -> str:
-        """Return what has become of the job, or of a node; "" if nothing has."""
+        """Return in words what ended the job, or what is wrong with a node; "" if nothing is."""
         return fate_of(self._shell, self.job, node)
 
     def preempted(self) -> bool:
-        """True if the job gives way to another one, from the moment at which it is asked to."""
+        """True if Slurm has preempted the job, or has asked it to end for another job."""
         known = self._shell.ask("scontrol", "--oneliner", "show", "job", self.job)
         return bool(re.search(r"\bPreemptTime=\d", known)) or _ended(self._shell, self.job).startswith("PREEMPTED")
 
     def release(self) -> None:
-        """Give it back, without waiting, also if somebody has stopped the guard. May be called again."""
-        # A guard that somebody has stopped would not see the end of its input, and the job would stay.
+        """Give the job back without waiting, even if the guard is stopped. May be called again."""
+        # A stopped guard would not see the end of its input, and the job would stay.
         linux.continue_group_of(self._guard.pid)
         if self._guard.stdin is not None and not self._guard.stdin.closed:
             with contextlib.suppress(OSError):
                 self._guard.stdin.close()
 
     def wait(self) -> None:
-        """Wait a while until that is confirmed, and say so if it is not. May be called again if it was interrupted."""
-        if self._confirms() is False:  # somebody has killed it
+        """Wait a while for Slurm to confirm ``release``; print if it does not. May be called again after an interrupt."""
+        if self._confirms() is False:  # the guard was killed
             _let_go(self._guard)
             self._guard = self._start(_GIVE_BACK)
         self.release()
@@ -316,7 +317,7 @@ class Allocation:
         _let_go(self._guard)
 
     def _confirms(self) -> bool | None:
-        """True if it was given back; None: that is still being tried."""
+        """Return True if the job was given back, False if it was not, None while the guard still tries."""
         try:
             return self._guard.wait(_END_TIMEOUT) == 0
         except subprocess.TimeoutExpired:
@@ -329,7 +330,7 @@ def _let_go(guard: subprocess.Popen[bytes]) -> None:
 
 
 class Existing:
-    """The job that this process runs in, which is not ours to end. ``machines``: how many of its nodes; None: all."""
+    """The job that this process runs in, which mlaunch does not end. ``machines``: how many of its nodes; None: all."""
 
     def __init__(self, shell: Shell, job: str, machines: int | None) -> None:
         self._shell = shell
@@ -345,7 +346,7 @@ class Existing:
         return ""
 
     def fate(self, node: str) -> str:
-        """Return what has become of the job, or of a node; "" if nothing has."""
+        """Return in words what ended the job, or what is wrong with a node; "" if nothing is."""
         return fate_of(self._shell, self.job, node)
 
     def preempted(self) -> bool:
@@ -360,7 +361,7 @@ class Existing:
 
 
 def nodes_of(shell: Shell, job: str) -> list[str]:
-    """Return the names of a job's nodes, in Slurm's order. LaunchError if it does not say them."""
+    """Return the names of a job's nodes, in Slurm's order. LaunchError if Slurm does not name them."""
     short = shell.ask("squeue", "--noheader", f"--jobs={job}", "--format=%N")
     nodes = shell.ask("scontrol", "show", "hostnames", short).split() if short else []
     if not nodes:
@@ -369,7 +370,7 @@ def nodes_of(shell: Shell, job: str) -> list[str]:
 
 
 def fate_of(shell: Shell, job: str, node: str) -> str:
-    """Return in Slurm's words what ended a job, or what is wrong with a node; "" if it knows of nothing."""
+    """Return in Slurm's words what ended a job, or what is wrong with a node; "" if Slurm reports nothing."""
     state = _ended(shell, job)
     if state.startswith(_BAD):
         return f"{state} (job {job}, node {node})"
@@ -378,7 +379,7 @@ def fate_of(shell: Shell, job: str, node: str) -> str:
 
 
 def _ended(shell: Shell, job: str) -> str:
-    """Return the state of a job. One that ends is "COMPLETING" first, until its nodes have been cleaned up."""
+    """Return the final state of a job. A job is "COMPLETING" until its nodes have been cleaned up."""
     until = time.monotonic() + _COMPLETING_TIMEOUT
     while (state := _state_of(shell, job)) == "COMPLETING" and time.monotonic() < until:
         linux.wait_readable([], _COMPLETING_DELAY)

@@ -1,1 +1,1 @@
-"""What runs on a machine of an engine: a caller without a person."""
+"""The process that runs on each machine of an engine and starts the ranks there."""

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from mlaunch.engines.wire.member_streams import MembersStream
 
 _FAREWELL_TIMEOUT = 60.0  # seconds for the command that gives the machines back
-_FAREWELLS, _FAREWELL_DELAY = 60, 5.0  # how often they are given back, and seconds between; a controller may be away
-_OTHERS_DELAY = 1.0  # seconds for the other machines to say why they leave, too, before all are given back
+_FAREWELLS, _FAREWELL_DELAY = 60, 5.0  # attempts to give them back, and seconds between; a controller may be down
+_OTHERS_DELAY = 1.0  # seconds for the other machines to say why they leave, before all are given back
 
 
 class CallersHeartbeat:
-    """The caller's heartbeat. ``last``: what came last; None: nothing has, and the machine stays."""
+    """The heartbeat of the caller. ``last``: the last one received; None: none yet, and the machine stays."""
 
     def __init__(self, stream: MembersStream) -> None:
         self._stream = stream
@@ -33,20 +33,20 @@ class CallersHeartbeat:
 
     @property
     def left(self) -> float:
-        """The seconds until the caller counts as lost, unless something comes."""
+        """The seconds until the caller counts as lost, if nothing comes before."""
         return math.inf if self.last is None else self._stream.heard_at + self.last.timeout - time.monotonic()
 
     @property
     def over(self) -> bool:
-        """True if nothing has come in time, not even what this process was too busy to read."""
+        """True if nothing has come in time, not even data that this process was too busy to read."""
         return self.left <= 0 and not linux.wait_readable([self._stream.incoming], 0.0)
 
     def milliseconds(self) -> float | None:
-        """Return how long a poll may take; None: for ever."""
+        """Return how many milliseconds a poll may take; None: no limit."""
         return None if self.last is None else 1000 * max(0.0, self.left)
 
     def tell(self) -> None:
-        """Say why this machine leaves, once."""
+        """Print why this machine leaves, once."""
         if self.last is None or self._told:
             return
         self._told = True
@@ -54,7 +54,7 @@ class CallersHeartbeat:
         print(text, file=sys.stderr, flush=True)
 
     def leave(self) -> None:
-        """Say why, and give the machines back. Called once nothing of the launch is left here."""
+        """Print why this machine leaves, and give the machines back. Call it when nothing of the launch is left here."""
         self.tell()
         if self.last is not None and self.last.farewell:
             time.sleep(_OTHERS_DELAY)

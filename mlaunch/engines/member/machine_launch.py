@@ -1,4 +1,4 @@
-"""One launch on one machine, told to a caller elsewhere: each record of its agent, and all that its ranks print."""
+"""One launch on one machine: it sends its caller each record of its agent, and all that its ranks print."""
 
 from __future__ import annotations
 
@@ -59,37 +59,40 @@ if TYPE_CHECKING:
     from mlaunch.protocol.messages import AgentSays
 
 
-_READ, _PIPE = 32768, 65536  # bytes of what a rank prints: read at once, and in a pipe at most
-_FULL = 1 << 20  # bytes that wait to be sent, above which ranks that print must wait
+_READ, _PIPE = 32768, 65536  # bytes of a rank's output: per read, and in a full pipe
+_FULL = 1 << 20  # bytes waiting to be sent, above which ranks that print must wait
 _LOOK_DELAY = 0.2  # seconds between looks at the board
 _WITH_CONTENT = (RankAnswered, RankGone, RanksBack, RanksStand, Told)
 _CallRecord = NextCall | EndCall | MeetAgain | EndRanks | ForPart
 
 
 class MachineLaunch:
-    """One launch here, which starts with it. ``call``: the creator's memfd of the call; -1: ranks run a command."""
+    """One launch on this machine; creating the object starts it.
+
+    ``call``: a memfd with the call, which the creator owns; -1: the ranks run a command.
+    """
 
     def __init__(
         self, stream: MembersStream, parts: MachineParts, server: ForkServer, call: int, heartbeat: CallersHeartbeat
     ) -> None:
         self._stream = stream
         self._parts = parts
-        spec = self._spec = self._agreed = parts.spec  # by all machines
+        spec = self._spec = self._agreed = parts.spec  # as agreed by all machines
         self._server = server
         self._heartbeat = heartbeat
         self._limits = Limits(spec.grace_period, spec.seconds, server.kill)
         self._pipes: dict[int, tuple[int, int]] = {}  # by descriptor: rank, stream
         self._board: Board | None = None
-        self._early: list[tuple[_CallRecord, int]] = []  # what comes before there are ranks
+        self._early: list[tuple[_CallRecord, int]] = []  # records that come before there are ranks
         self._news = BoardNews(spec.local_world_size)
         self._look_at = time.monotonic()
         self._alone = False  # the caller is gone
-        self._pressed = False  # the fork server was killed here, since nobody behind it answered
+        self._pressed = False  # the fork server was killed here, since the agent did not answer
         self._signals = SignalsHere(spec.callers_signals)
         self._agent = server.launch(spec, Payload(memfd=call) if call >= 0 else None)
 
     def run(self) -> None:
-        """Run it to its end, or the caller's."""
+        """Run the launch until it ends or the caller is gone."""
         try:
             self._hear_caller()  # what came with the order to start
             while self._step():
@@ -97,13 +100,13 @@ class MachineLaunch:
             self._end_output()
             self._send_last_words()
             self._tell_rows()
-            if not self._alone:  # else this machine leaves, which is no end that the caller would expect
+            if not self._alone:  # else this machine leaves, and nobody reads it
                 self._stream.send(MachineDone())
         finally:
             self._close()
 
     def _step(self) -> bool:
-        """Wait for what comes next, and pass it on; False after the agent's last word."""
+        """Wait for the next events, and pass them on. Return False after the agent's last record."""
         ready = self._wait()
         if self._stream.outgoing in ready:
             self._stream.flush()
@@ -158,7 +161,10 @@ class MachineLaunch:
         self._agent.try_send(record)
 
     def _call(self, record: _CallRecord, content: int) -> None:
-        """Pass on what concerns the ranks. It waits for them: to an agent that joins it were the end."""
+        """Pass a record about the ranks to the agent, once there are ranks.
+
+        An agent that still joins the other machines would take any record for a request to end.
+        """
         if self._board is None and not isinstance(record, EndRanks):
             self._early.append((record, content))
             return
@@ -169,7 +175,7 @@ class MachineLaunch:
             os.close(content)
 
     def _ask_agent(self, question: Question) -> None:
-        """Pass a question on, unless the agent still joins the other machines: it would take any word for the end."""
+        """Pass a question to the agent; while the agent still joins the other machines, send the caller an empty answer."""
         if self._board is None:
             self._stream.send(FromAgent(Told(question.number)))
         else:
@@ -194,7 +200,7 @@ class MachineLaunch:
         return not isinstance(record, Finished | Reaped)
 
     def _take(self, record: AgentSays, fds: Sequence[int]) -> None:
-        """Take the descriptors, which are this machine's business."""
+        """Keep or close the descriptors that came with an agent's record."""
         if isinstance(record, AgentStarted):
             self._limits.agent = KeptFd(fds[0])
         elif isinstance(record, RanksStarting):
@@ -203,7 +209,7 @@ class MachineLaunch:
             for early in self._early:
                 self._call(*early)
             self._early.clear()
-            close_all(fds[1:])  # by which ranks that stay would hear calls past their agent, and answer
+            close_all(fds[1:])  # channels to ranks that stay: calls go through their agent here
         elif isinstance(record, RankStarted):
             close_all(fds[: record.channels])
             streams = self._spec.streams(record.rank - self._spec.rank_start)
@@ -214,7 +220,7 @@ class MachineLaunch:
             close_all(fds)
 
     def _carry(self, fd: int) -> bool:
-        """Pass on what a rank has printed; False if nothing was there."""
+        """Send the caller what a rank has printed. Return False if there was nothing to read."""
         rank, stream = self._pipes[fd]
         try:
             data = os.read(fd, _READ)
@@ -227,9 +233,9 @@ class MachineLaunch:
         return True
 
     def _end_call(self, record: CallOver, fds: Sequence[int]) -> None:
-        """Report that ranks that stay are back, after what they have done, printed and returned."""
+        """Send the caller what ranks that stay have done, printed and returned in a call, then that the call is over."""
         self._tell_rows()
-        # As much as a pipe can hold: what ranks printed in this call, not what they print from then on.
+        # As much as a pipe can hold: that covers what ranks printed in this call, and little of what they print later.
         for _ in range(_PIPE // _READ):
             for fd in list(self._pipes):
                 self._carry(fd)
@@ -244,12 +250,12 @@ class MachineLaunch:
             self._stream.send(record)
 
     def _end_output(self) -> None:
-        """Pass on what ranks left in their pipes; somebody who outlived them may still hold the other end."""
+        """Send what ranks left in their pipes, without waiting for EOF: their children may still hold the other end."""
         while any([self._carry(fd) for fd in list(self._pipes)]):
             pass
 
     def _send_last_words(self) -> None:
-        """Bring the caller what features have for it, no faster than the stream takes it."""
+        """Send the caller the features' last records, no faster than the stream takes them."""
         for feature, news in self._parts.last_words(self._agreed):
             self._stream.send(PartSays(feature, news))
             while self._stream.unsent > _FULL and not (self._alone or self._heartbeat.over):
@@ -267,28 +273,28 @@ class MachineLaunch:
 
 
 class BoardNews:
-    """What of a board has not been told yet. ``size``: how many ranks are here."""
+    """The part of a board that has not been sent yet. ``size``: the number of ranks here."""
 
     def __init__(self, size: int) -> None:
         self._rows: tuple[bytes, ...] = ()
-        self._reported = [0] * size  # by each rank, and told
+        self._reported = [0] * size  # how many reports of each rank were sent
 
     def of(self, board: Board) -> Iterator[Rows | Reports]:
-        """Yield what is new since the last time."""
+        """Yield records of what is new since the last time."""
         rows = tuple(map(board.row, range(len(self._reported))))
-        # A row has 320 bytes; of 64 ranks that have nothing new, five times a second, nothing need travel.
+        # A row has 320 bytes: 64 ranks without news would otherwise send theirs five times a second.
         if rows != self._rows:
             self._rows = rows
             yield Rows(rows)
         found = [board.ring(rank).read(seen) for rank, seen in enumerate(self._reported)]
         self._reported = [count for _, count in found]
-        # Ranks report seldom, and a record says nothing of a machine whose ranks have not.
+        # Ranks report seldom: most machines need no such record.
         if any(new for new, _ in found):
             yield Reports(tuple(tuple(new) for new, _ in found))
 
 
 class SignalsHere:
-    """Signals by which a scheduler asks to stop, heard for the caller. A member that is a thread leaves them alone."""
+    """The signals by which a scheduler asks to stop, caught here for the caller; not in a member that is a thread."""
 
     def __init__(self, numbers: Collection[int]) -> None:
         self._reason = ""
@@ -299,6 +305,6 @@ class SignalsHere:
         self._reason = signals.name_of(number)
 
     def take(self) -> str:
-        """Return the name of one that has come, once; "": none has."""
+        """Return the name of a signal that has come, once; "" if none has."""
         reason, self._reason = self._reason, ""
         return reason

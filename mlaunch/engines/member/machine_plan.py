@@ -1,4 +1,4 @@
-"""What one machine of a launch can give, and at which address the others reach it."""
+"""The ranks and devices that one machine can give to a launch, and the address at which the others reach it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PATIENCE = 5.0  # seconds for an address to answer
 
 
 class MachinePlan:
-    """Raises ValueError or LaunchError for what this machine cannot give."""
+    """The plan of a launch on this machine. ValueError or LaunchError if the machine cannot give what is asked for."""
 
     def __init__(self, order: AskOffer) -> None:
         self._order = order
@@ -36,12 +36,12 @@ class MachinePlan:
         self._environ = {**os.environ, **(self._options.env or {})}
         self._cwd = order.cwd if os.path.isdir(order.cwd) else os.getcwd()
         self.server = warm_server.get(self._environ)
-        ready = self.server.ready(self._options.join_timeout)  # a caller waits no longer, and one that is stopped stays
+        ready = self.server.ready(self._options.join_timeout)  # the caller waits no longer than that, and a stopped server would never answer
         self._machine = ThisMachine(ready, self.server.count_devices)
         self._placed = place(self._options, self._machine, self._environ)
 
     def prepared(self) -> Offer:
-        """Return what it can give."""
+        """Return what this machine can give."""
         return Offer(
             self._order.number,
             self._placed.local_world_size,
@@ -68,7 +68,7 @@ class MachinePlan:
         attempt = Attempt(order.restart_count, order.details.call.time_left)
         spec = plan(self._options.replaced(own), self._machine, self._order.name, self._environ, attempt)
         spec = with_details(spec, order.details)
-        # A script's modules are looked for beside it first, a function's where the machine has its own.
+        # Modules of a script are found beside it first, those of a function where this machine has its own.
         first, then = (self._order.sys_path, sys.path) if order.target else (sys.path, self._order.sys_path)
         path = dict.fromkeys([*first, *then])
         context = dataclasses.replace(spec.context, cwd=self._cwd, sys_path=tuple(path), main_file=None, main_name=None)
@@ -82,15 +82,15 @@ class MachinePlan:
 
 
 def _of_target(spec: LaunchSpec, target: Target, order: Start) -> LaunchSpec:
-    """Return the launch of what a feature runs, which binds its devices itself."""
+    """Return the launch of a feature's target, whose ranks bind their devices themselves."""
     own = dataclasses.replace(target, run_id=target.run_id or spec.launch_id, temporary=tempfile.gettempdir())
     nodes = Nodes(order.node_rank, order.num_nodes)
     return dataclasses.replace(spec, devices=dataclasses.replace(spec.devices, type=""), target=own, nodes=nodes)
 
 
 def _free_port() -> int:
-    """Return a port at which nobody listens, of those that the system gives to no client."""
-    # Drawn: two launches that ask at the same time would both find the first one free.
+    """Return a free port outside the range that the system gives to clients."""
+    # At random: two launches that ask at the same time would both find the first one free.
     for port in random.SystemRandom().sample(_PORTS, 100):
         if not is_taken(port):
             return port
@@ -98,7 +98,7 @@ def _free_port() -> int:
 
 
 def listen_for_others(port: int | None) -> socket.socket | None:
-    """Return what listens on all addresses; None if the port is taken. The kernel answers who comes."""
+    """Return a socket that listens on all addresses; None if the port is taken. The kernel accepts connections to it."""
     try:
         return None if port is None else socket.create_server(("", port))
     except OSError:
@@ -106,7 +106,7 @@ def listen_for_others(port: int | None) -> socket.socket | None:
 
 
 def failures_at(addresses: Sequence[str], port: int) -> tuple[str, ...]:
-    """Try all at once; return for each why nobody answers there, "" if somebody does."""
+    """Connect to all addresses at once. Return for each why there is no answer; "" if there is one."""
     ends = [socket.socket() for _ in addresses]
     try:
         numbers = [_begin(end, address, port) for end, address in zip(ends, addresses, strict=True)]
@@ -126,7 +126,7 @@ def _begin(end: socket.socket, address: str, port: int) -> int:
 
 
 def _wait(ends: Sequence[socket.socket]) -> None:
-    """Wait until all have an answer, or for a while."""
+    """Wait until all connections have an answer, or for a few seconds."""
     waiting, until = {end.fileno() for end in ends}, time.monotonic() + _PATIENCE
     while waiting and (left := until - time.monotonic()) > 0:
         waiting -= ready([], waiting, 1000 * left)

@@ -1,8 +1,8 @@
-"""A member: what an engine starts on each machine of a launch, by ``python -m mlaunch.engines.member.main``.
+"""A member: the process that an engine starts on each machine, by ``python -m mlaunch.engines.member.main``.
 
-It is a caller without a person: it has a warm fork server, and starts the ranks of its machine as that machine's script
-would. What it is to run comes on standard input, secrets too, and what it has to tell goes to standard output. It ends
-with its standard input, and its ranks with it, so a machine that loses its caller is free again.
+A member has a warm fork server, and starts the ranks of its machine as a script there would. It receives its orders,
+secrets among them, on standard input, and writes its records to standard output. The member and its ranks end when its
+standard input does, so a machine that loses its caller is free again.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from mlaunch.protocol.messages import Cancel, EndCall, EndRanks, ForPart, MeetAg
 if TYPE_CHECKING:
     from mlaunch.engines.wire.member_streams import MemberHears, MembersStream
 
-# Of the process that the engine started, not of the ranks that it starts: they would take themselves for its tasks.
+# Variables for the member only: ranks that see them would take themselves for the engine's tasks.
 _TASKS = ("SLURM_STEP", "SLURM_SRUN", "SLURM_CPU_BIND", "SLURM_TASK", "PMI_", "PMIX_", "OMPI_")
 _TASK = {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS", "SLURM_LAUNCH_NODE_IPADDR"}
-# Slurm and mpirun send these to all that they have started when somebody asks for it, and few know of us.
+# Slurm and mpirun send these to all processes that they have started, if a user asks for it; members are not meant.
 FOR_RANKS = {signal.SIGUSR1, signal.SIGUSR2}
 
 
 def main(secret: str = "") -> NoReturn:
-    """Serve until standard input ends. ``secret``: the caller's, too, where others can write to what is between."""
+    """Serve until standard input ends. ``secret``: shared with the caller, if others can write to the connection."""
     ignore(FOR_RANKS)
     stream = _take_over_streams(secret)
     for name in [name for name in os.environ if name.startswith(_TASKS) or name in _TASK]:
@@ -65,30 +65,30 @@ def main(secret: str = "") -> NoReturn:
     finally:
         warm_server.close()
         sys.stderr.flush()
-        # Threads of libraries, or of the user's preloads, must not keep a machine that is to be given back.
+        # Threads of libraries or of the user's preloads must not keep the machine from being given back.
         os._exit(code)
 
 
 def ignore(numbers: Collection[signal.Signals]) -> None:
-    """Make this process survive such signals. Its ranks have the usual dispositions."""
+    """Make this process survive these signals. Its ranks have the usual dispositions."""
     for number in numbers:
         signal.signal(number, signal.SIG_IGN)
 
 
 def _take_over_streams(secret: str) -> MembersStream:
-    """Keep standard input and output for frames: what else is printed here goes to standard error."""
+    """Return a stream over standard input and output. Anything else that is printed here goes to standard error."""
     ends = linux.above_standard(os.dup(0)), linux.above_standard(os.dup(1))
     stream: MembersStream = FrameStream(*ends, secret, member=True)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
-    # A library that prints would put its words between the frames.
+    # A library that prints would write between the frames.
     os.dup2(2, 1)
     os.close(null)
     return stream
 
 
 def serve(stream: MembersStream, host: str, patience: float | None = None) -> None:
-    """Serve a caller until its end of the stream is closed, or no word has come in ``patience`` seconds."""
+    """Serve a caller until its end of the stream is closed, or nothing has come in ``patience`` seconds."""
     hello = {**versions(), "host": host, "pid": os.getpid()}
     stream.write_line(MARK, json.dumps(hello).encode())
     _Member(stream, patience).serve()
@@ -105,7 +105,7 @@ class _Member:
     def serve(self) -> None:
         while not self._heartbeat.over:
             try:
-                found = self._stream.receive(1)  # what follows a launch's start is for the launch to hear
+                found = self._stream.receive(1)  # the launch itself receives what follows its start
             except EOFError:
                 return
             except NoiseError as error:

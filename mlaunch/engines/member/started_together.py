@@ -1,8 +1,11 @@
-"""Starts members by a program that joins their standard streams: ``python -m mlaunch.engines.member.started_together``.
+"""Members started by a program that joins their standard streams.
 
-``mpirun`` gives its standard input to its first process alone, and mixes what all print. So each says where it listens,
-in one line that also has a secret, and prints nothing more. The first one gets the word of the caller where all are,
-connects to them, and carries what they and the caller say to each other. Each is a member then, over its connection.
+The program runs ``python -m mlaunch.engines.member.started_together``.
+
+``mpirun`` gives its standard input only to its first process, and mixes the output of all. So each process prints one
+line, with the address at which it listens and a secret, and nothing more. The caller sends the addresses of all to the
+first process, which connects to the others and carries the records between them and the caller. Each process then is a
+member, over its connection.
 """
 
 from __future__ import annotations
@@ -34,20 +37,20 @@ from mlaunch.rendezvous.address import LOOPBACK, addresses
 if TYPE_CHECKING:
     from mlaunch.engines.wire.member_streams import CarriersStream
 
-_STRANGER_TIMEOUT = 30  # seconds for who connects to prove that it knows the secret
-_STRANGERS = 64  # connections at a time that have not: each has a thread
-_BACKLOG = 4096  # that wait for one; the system cuts it to its own limit
-_LOOK_DELAY = 1.0  # seconds between looks whether what has started this process is there
+_STRANGER_TIMEOUT = 30  # seconds in which a process that connects must prove that it knows the secret
+_STRANGERS = 64  # connections at a time that have not proved it: each has a thread
+_BACKLOG = 4096  # connections that wait to be accepted; the system applies its own limit
+_LOOK_DELAY = 1.0  # seconds between checks that this process's parent is still there
 _READ = 65536
-# The number of a process, and how many there are, as programs say it.
+# Variables by which programs give a process its number, and the number of processes.
 _NUMBERS = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"), ("PMIX_RANK", "PMIX_SIZE"),
             ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))  # fmt: skip
 
 
 def main() -> NoReturn:
-    """Serve until the caller ends, or the first one."""
+    """Serve until the caller or the first process ends."""
     incoming, outgoing = linux.above_standard(os.dup(0)), linux.above_standard(os.dup(1))
-    # Standard output carries frames; what else is printed goes to standard error.
+    # Standard output carries frames; anything else that is printed goes to standard error.
     os.dup2(2, 1)
     member.ignore(member.FOR_RANKS)
     secret, starter = secrets.token_hex(32), os.getppid()
@@ -70,36 +73,36 @@ def _say_where(outgoing: int, port: int, secret: str) -> Where:
 
 
 def _hear(stream: CarriersStream, where: Where) -> Lead | None:
-    """Wait for the caller's word; None if it is for another one, or comes to others alone."""
+    """Wait for the caller's ``Lead``; None if it is meant for another process, or only others receive it."""
     patience = patience_of(sys.argv)
     with contextlib.suppress(EOFError):
         while True:
             if not select.select([stream], [], [], patience)[0]:
                 print(f"mlaunch: nothing has come from the caller for {patience:g} s", file=sys.stderr, flush=True)
                 os._exit(1)
-            for record, _ in stream.receive(1):  # what follows it is for who carries
+            for record, _ in stream.receive(1):  # what follows it is for the ``Mux``
                 if isinstance(record, Lead) and record.name == where.name:
                     return record
-                # A program that copies its input to all stops at the first process that does not read.
+                # A program that copies its input to all processes blocks if one of them does not read.
                 threading.Thread(target=_drain, args=(stream.incoming,), daemon=True).start()
                 return None
-    if where.number == 0:  # to whom it would have come: the caller is gone
+    if where.number == 0:  # the first process would have received it: the caller is gone
         os._exit(1)
     return None
 
 
 def _drain(incoming: int) -> None:
-    """Read what a program gives to all of its processes, and is not for this one."""
+    """Read and drop the input that a program copies to all of its processes, and that is not for this one."""
     os.set_blocking(incoming, True)
     while os.read(incoming, _READ):
         pass
 
 
 class _Strangers:
-    """Connections that have not proved themselves; above ``_STRANGERS``, the one that came first is closed.
+    """Connections that have not proved yet that they know the secret. Above ``_STRANGERS``, the oldest is closed.
 
-    So strangers neither wait in the way of one that has the secret, nor take more than so many threads. ``found``: gets
-    those that have it.
+    So strangers neither block a connection that has the secret, nor take more than that many threads. ``found``: receives
+    each connection that has the secret.
     """
 
     def __init__(self, secret: bytes, found: queue.SimpleQueue[Connection]) -> None:
@@ -113,15 +116,15 @@ class _Strangers:
             end, _ = listener.accept()
             with self._lock:
                 self._ends.append(end)
-                # The oldest makes way and not the newest, which may be the one that has the secret.
+                # The oldest is closed, since the newest may be the one that has the secret.
                 first = self._ends.popleft() if len(self._ends) > _STRANGERS else None
             if first is not None:
                 with contextlib.suppress(OSError):  # it is gone already
-                    first.shutdown(socket.SHUT_RDWR)  # at which its thread leaves, and closes it
+                    first.shutdown(socket.SHUT_RDWR)  # its thread then leaves, and closes it
             threading.Thread(target=self._admit, args=(end,), daemon=True).start()
 
     def _admit(self, end: socket.socket) -> None:
-        """Pass on a connection that has the secret, unless another one has taken its place meanwhile."""
+        """Pass on a connection that proves the secret, unless it was closed meanwhile to make room."""
         with end:
             limit_reads(end.fileno(), _STRANGER_TIMEOUT)
             connection = Connection(os.dup(end.fileno()))
@@ -145,14 +148,14 @@ def _knows(connection: Connection, secret: bytes) -> bool:
 
 
 def _follow(listener: socket.socket, secret: str, starter: int) -> NoReturn:
-    """Be a member for the first one, which waits for the last to start; nobody else knows for how long."""
+    """Serve as a member over a connection from the first process, which connects once the last process has started."""
     found: queue.SimpleQueue[Connection] = queue.SimpleQueue()
     threading.Thread(target=_Strangers(secret.encode(), found).admit_all, args=(listener,), daemon=True).start()
     connection = None
     while connection is None:
         with contextlib.suppress(queue.Empty):
             connection = found.get(timeout=_LOOK_DELAY)
-        if connection is None and os.getppid() != starter:  # what has started us is gone, and nobody comes
+        if connection is None and os.getppid() != starter:  # the parent is gone, and nobody will connect
             os._exit(1)
     with without_delay(os.dup(connection.fileno())) as end:
         for standard in (0, 1):
@@ -163,7 +166,7 @@ def _follow(listener: socket.socket, secret: str, starter: int) -> NoReturn:
 
 
 def _lead(stream: CarriersStream, lead: Lead, own: Where) -> None:
-    """Carry for all, and start the member of this machine."""
+    """Carry the streams of all machines, and serve as this machine's member."""
     ends = {}
     for place, where in lead.all.items():
         try:
@@ -171,7 +174,7 @@ def _lead(stream: CarriersStream, lead: Lead, own: Where) -> None:
         except OSError as error:
             print(f"mlaunch: {error}", file=sys.stderr, flush=True)
             os._exit(1)
-    member.ignore({signal.SIGTERM})  # as its end nears, mpirun says so to all: last words are still to be carried
+    member.ignore({signal.SIGTERM})  # mpirun sends it to all before it ends: last records are still to be carried
     Mux(stream, ends).run()
 
 

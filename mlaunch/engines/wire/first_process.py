@@ -1,6 +1,6 @@
-"""How processes that one program has started find the first of them, which carries the streams of all over its own.
+"""The first of the processes that one program has started: how the others are found, and how it carries their streams.
 
-For engines that give a stream to one of their machines only, as ``mpirun`` does.
+For engines that give a stream only to one of their machines, as ``mpirun`` does.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from mlaunch.engines.wire.frame_stream import FrameStream
 
 MARK = b"mlaunch-joined "
 _CONNECT_TIMEOUT = 5.0  # seconds for an address to answer: one of another network may be silent
-_PROOF_TIMEOUT = 30  # seconds for who is there to prove itself
+_PROOF_TIMEOUT = 30  # seconds for the other side to prove that it knows the secret
 _MOST_ADDRESSES = 256
-_TRIES = 5  # for a connection that is closed at once
-_LONGEST, _LARGEST = 400, 1 << 20  # characters of a text, and the largest number, that one of them says
+_TRIES = 5  # attempts if a connection is closed at once
+_LONGEST, _LARGEST = 400, 1 << 20  # characters of a text, and the largest number, that a process may print
 _READ = 1 << 18  # bytes
-_LAST_WORDS_TIMEOUT = 10.0  # seconds, once all streams here have ended
-_FULL = 1 << 22  # bytes that wait, above which nothing more is read
+_LAST_WORDS_TIMEOUT = 10.0  # seconds to wait after all streams here have ended
+_FULL = 1 << 22  # bytes that wait to be written, above which nothing more is read
 
 
 def limit_reads(fd: int, seconds: int) -> None:
-    """Make a read of the connection fail after so many seconds; 0: never."""
+    """Make reads of the connection fail after this many seconds; 0: never."""
     with socket.socket(fileno=os.dup(fd)) as end:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
 
 
 def without_delay(fd: int) -> socket.socket:
-    """Return the connection as one that sends each record at once, not with the next one or after 40 ms."""
+    """Return a socket for the connection that sends each record at once, not with the next one or after 40 ms."""
     found = socket.socket(fileno=fd)
     found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return found
@@ -44,7 +44,7 @@ def without_delay(fd: int) -> socket.socket:
 
 @dataclass(frozen=True)
 class Where:
-    """The place where one of them is found. ``number``: its own, -1 if it does not know it."""
+    """The place where a process is found. ``number``: its place among all; -1 if it does not know it."""
 
     name: str
     addresses: tuple[str, ...]
@@ -55,7 +55,7 @@ class Where:
 
     @classmethod
     def of_line(cls, line: bytes) -> Where:
-        """Read what one of them has printed. ConnectionError for what none prints."""
+        """Read the line that a process has printed. ConnectionError if no such process printed it."""
         try:
             said = cls(**json.loads(line))
         except (ValueError, TypeError, RecursionError) as error:
@@ -69,7 +69,7 @@ class Where:
         return replace(said, addresses=tuple(said.addresses))
 
     def connect(self) -> socket.socket:
-        """Return a connection on which both sides have proved to know the secret. OSError if there can be none."""
+        """Return a connection on which both sides have proved that they know the secret. OSError if there can be none."""
         tried = []
         for address in self.addresses:
             try:
@@ -81,7 +81,7 @@ class Where:
         raise ConnectionError(f"{self.name} is not reached at port {self.port}: tried {', '.join(tried)}")
 
     def _connect_at(self, address: str) -> socket.socket:
-        """Strangers who come in crowds may take its place before it has proved itself; then it comes again."""
+        """Connect at one address. Tries again if it is closed at once: many strangers at a time may take its place."""
         for _ in range(_TRIES - 1):
             with contextlib.suppress(ConnectionResetError, BrokenPipeError, EOFError):
                 return self._prove(address)
@@ -92,7 +92,7 @@ class Where:
         end.settimeout(None)
         with Connection(end.detach()) as connection:
             limit_reads(connection.fileno(), _PROOF_TIMEOUT)
-            # multiprocessing's own handshake, HMAC of a challenge on both sides: the secret does not travel.
+            # multiprocessing's own handshake, HMAC of a challenge on both sides: the secret itself is not sent.
             answer_challenge(connection, self.secret.encode())
             deliver_challenge(connection, self.secret.encode())
             limit_reads(connection.fileno(), 0)
@@ -101,7 +101,7 @@ class Where:
 
 @dataclass(frozen=True)
 class Lead:
-    """Tells the first one of all, by their places in the order of machines."""
+    """The caller's order to the first process to carry for all, with their places in the order of machines."""
 
     name: str
     all: Mapping[int, Where]
@@ -109,7 +109,7 @@ class Lead:
 
 @dataclass(frozen=True)
 class Carried:
-    """What one of the streams says; b"": it says no more."""
+    """Data of one of the streams; b"": that stream has ended."""
 
     number: int
     data: bytes
@@ -119,14 +119,14 @@ class Carried:
 class _End:
     socket: socket.socket
     waiting: bytearray = field(default_factory=bytearray)
-    finished: bool = False  # the other side says no more
-    reads: bool = True  # this side may still say something
+    finished: bool = False  # the other side has ended its stream
+    reads: bool = True  # this side may still send something
 
 
 class Mux:
-    """Carries streams between sockets, which it owns, by number, and one stream. The same code serves on both sides.
+    """A multiplexer: several numbered sockets, which it owns, over one stream. Both sides run the same code.
 
-    Who does not read one of them holds up all, once some megabytes wait.
+    A socket whose peer does not read blocks all the others, once some megabytes wait.
     """
 
     def __init__(self, stream: FrameStream[Lead | Carried, Carried], ends: Mapping[int, socket.socket]) -> None:
@@ -136,9 +136,9 @@ class Mux:
             end.setblocking(False)
 
     def run(self) -> None:
-        """Carry until the one stream ends, or all the others have on both sides."""
+        """Carry data until the one stream ends, or all sockets have ended on both sides."""
         try:
-            self._hear()  # what came with the word to begin
+            self._hear()  # what came with the order to begin
             while any(end.reads or not end.finished for end in self._ends.values()) and self._step():
                 pass
         except EOFError:
@@ -149,7 +149,7 @@ class Mux:
                 end.socket.close()
 
     def _step(self) -> bool:
-        """Wait for what comes next, and carry it; False if nobody is left here and nothing comes."""
+        """Wait for the next data, and carry it. Return False if no socket is left here and nothing comes."""
         ready = self._wait()
         for number, end in self._ends.items():
             fd = end.socket.fileno()

@@ -1,12 +1,12 @@
-"""Records and what belongs to them over two byte streams: between a caller and a member on another machine.
+"""Records, each with an optional file, over two byte streams between a caller and a member on another machine.
 
-Whatever an engine gives will do, the pipes of ``ssh`` or ``srun`` as well as a socket. A frame is::
+Any two streams will do: the pipes of ``ssh`` or ``srun``, or a socket. A frame is::
 
     size of the record, size of the content | the record, pickled | the content | a line feed
 
-The line feed is for engines that pass on whole lines, as Slurm does. What is large is content: it goes from a file and
-into a memfd, so that neither side holds it in memory a second time. Where both sides have a secret, a code follows the
-record, and another one the content (``FrameCodes``): nothing is unpickled before its code was found right.
+The line feed is for engines that pass on whole lines, as Slurm does. Large data is content: it is sent from a file and
+received into a memfd, so that neither side holds it in memory a second time. If both sides have a secret, a code
+follows the record, and another one the content (``FrameCodes``): nothing is unpickled before its code is checked.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from typing import Generic, Protocol, TypeVar
 from mlaunch.base.fds import close_all, close_in_forks, memory_file, renewed
 
 _SIZE = 32  # bytes of a code
-# As much as an unprivileged user may make of a pipe (fs.pipe-max-size).
+# The largest size of a pipe that an unprivileged user may set (fs.pipe-max-size).
 CHUNK = 1 << 20  # bytes that are read or written at once
 Incoming = TypeVar("Incoming", covariant=True)  # the records that come: see member_streams.py
 Outgoing = TypeVar("Outgoing", contravariant=True)  # those that it takes
 _HEAD = struct.Struct("!IQ")
 _END = b"\n"
 _LINE = 1 << 16  # bytes of the first line, at most
-_SHOWN = 40  # bytes of what is not of mlaunch
-_MOST = 1 << 24  # bytes of a record: what says more is none
+_SHOWN = 40  # bytes of noise in an error's text
+_MOST = 1 << 24  # bytes of a record: anything larger is noise
 
 
 class NoiseError(OSError):
-    """What came is not of mlaunch. ``hint``: what may be the reason."""
+    """The other end has sent something that is not from mlaunch. ``hint``: a possible reason."""
 
     hint = ": a profile that prints, or another program?"
 
 
 class ForgedError(NoiseError):
-    """What came does not bear the code that the other side would have put there."""
+    """The other end's data does not have the right authentication code."""
 
     hint = ": somebody on the network between the machines has changed or sent it; mlaunch has used nothing of it"
 
@@ -68,39 +68,38 @@ class _None:
 
 
 class FrameCodes:
-    """What shows that frames are the other side's: codes that take a secret of both, and each frame's place.
+    """Authentication codes of frames, made from a secret that both sides share and each frame's number.
 
-    So what somebody else has written to the network between machines is not read as ours: what was changed, left out,
-    sent again or turned back is refused before anything is made of it. Where nobody else can write there is no secret,
-    and no code.
+    So frames that somebody else has written to the network between machines, or has changed, left out, sent again or
+    sent back, are refused before they are read. If nobody else can write there, there is no secret and no code.
 
     Attributes:
-        size: Bytes of each; 0: there are none.
+        size: Bytes of a code; 0: there are no codes.
     """
 
     def __init__(self, secret: str, sender: str) -> None:
         self.size = _SIZE if secret else 0
-        # A key for each direction: what this side has sent, turned back to it, has another code.
+        # A key for each direction: a frame of this side's that is sent back to it does not have the right code.
         self._key = hmac.digest(secret.encode(), b"mlaunch frames\0" + sender.encode(), "sha256")
         self._frame = 0
         self._forged = False
 
     def check(self, code: bytes | bytearray, expected: bytes) -> None:
-        """Raise ForgedError, now and from then on, unless they are the same; in a time that shows nothing of them."""
+        """Raise ForgedError, now and at each later check, unless they are equal. Compares in constant time."""
         self._forged = self._forged or not hmac.compare_digest(code, expected)
         if self._forged:
             raise ForgedError("sent data with a wrong code")
 
     def of_record(self, data: bytes) -> bytes:
-        """Return that of the next frame's head and record."""
-        # Counted on both sides and never sent: what is left out, sent twice or moved does not fit any more.
+        """Return the code of the next frame's head and record."""
+        # Counted on both sides and never sent: a frame that is left out, sent twice or moved has a wrong code.
         self._frame += 1
         code = self._begin(b"record")
         code.update(data)
         return code.digest()
 
     def of_content(self) -> Code:
-        """Begin that of the same frame's content."""
+        """Begin the code of the same frame's content."""
         return self._begin(b"content")
 
     def _begin(self, part: bytes) -> Code:
@@ -111,7 +110,7 @@ class FrameCodes:
 
 @dataclass
 class Piece:
-    """What waits to be written: bytes, or the rest of a file and then its code."""
+    """Data that waits to be written: bytes, or the rest of a file and then its code."""
 
     data: memoryview
     fd: int = -1
@@ -120,13 +119,13 @@ class Piece:
     code: Code | None = None
 
     def next(self) -> memoryview:
-        """Return what comes next; empty at the end."""
+        """Return the next bytes to write; empty at the end."""
         if not self.data and self.code is not None:
             self.data = memoryview(self._read() if self.offset < self.size else self._finish(self.code))
         return self.data
 
     def _read(self) -> bytes:
-        # pread: several streams may be sent the same file, whose place they would share.
+        # pread: several streams may send the same file, and would share its position.
         data = os.pread(self.fd, min(CHUNK, self.size - self.offset), self.offset)
         self.offset += len(data)
         if not data:
@@ -145,7 +144,7 @@ class Piece:
 
 
 class Content:
-    """A record whose content is on its way into a memfd. ``code``: of what has come."""
+    """A record whose content is being received into a memfd. ``code``: of what has come so far."""
 
     def __init__(self, record: bytes, size: int, code: Code) -> None:
         self.record = record
@@ -155,7 +154,7 @@ class Content:
         self._fd = memory_file("content") if size else -1
 
     def fill(self, incoming: int, note_life: Callable[[], None]) -> None:
-        """Move the rest straight from the stream into the memfd. BlockingIOError: it has not all come."""
+        """Move the rest straight from the stream into the memfd. BlockingIOError if it has not all come."""
         while self._left:
             data = os.read(incoming, min(CHUNK, self._left))
             if not data:
@@ -164,7 +163,7 @@ class Content:
             self._write(data)
 
     def take(self, came: bytearray) -> bool:
-        """Take it from what has come before; True if that is all."""
+        """Move content out of ``came``, which was read before. Return True if the content is complete."""
         most = min(self._left, len(came))
         if most:
             self._write(bytes(came[:most]))
@@ -179,7 +178,7 @@ class Content:
         self._left -= len(data)
 
     def release(self) -> int:
-        """Return the memfd; the receiver owns it."""
+        """Return the memfd, which the receiver owns from now on."""
         fd, self._fd = self._fd, -1
         return fd
 
@@ -191,9 +190,9 @@ class Content:
 
 
 class FrameStream(Generic[Incoming, Outgoing]):
-    """One end, which owns its descriptors and never waits. Who uses it polls ``fileno()``, and ``outgoing``.
+    """One end of a stream of frames. It owns its descriptors and never blocks: poll ``fileno()`` and ``outgoing``.
 
-    ``secret``: of both ends, where others can write to what is between them. ``member``: this is a member's end.
+    ``secret``: shared by both ends, if others can write to the connection. ``member``: this is a member's end.
     """
 
     def __init__(self, incoming: int, outgoing: int, secret: str = "", *, member: bool = False) -> None:
@@ -206,7 +205,7 @@ class FrameStream(Generic[Incoming, Outgoing]):
                 # 64 KiB is the default: many small turns for a value of gigabytes.
                 fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, CHUNK)
         self.heard_at = time.monotonic()  # when something came last
-        self._sending = renewed(threading.RLock())  # several threads may
+        self._sending = renewed(threading.RLock())  # several threads may send
         self._waiting: deque[Piece] = deque()
         ends = ["caller", "member"]
         self._ours, self._theirs = FrameCodes(secret, ends[member]), FrameCodes(secret, ends[not member])
@@ -223,7 +222,7 @@ class FrameStream(Generic[Incoming, Outgoing]):
             return sum(piece.left for piece in self._waiting)
 
     def send(self, record: Outgoing, content: int = -1) -> None:
-        """Queue a record, and a duplicate of the file that belongs to it; write what can be written now."""
+        """Queue a record, and a duplicate of ``content``, its file, if that is not -1. Write what can be written now."""
         data = pickle.dumps(record)
         size = os.fstat(content).st_size if content >= 0 else 0
         with self._sending:
@@ -235,7 +234,7 @@ class FrameStream(Generic[Incoming, Outgoing]):
         self.flush()
 
     def flush(self) -> bool:
-        """Write what can be written without waiting; True if nothing is left. A reader that is gone is no error."""
+        """Write what can be written without waiting. Return True if nothing is left. A reader that is gone is no error."""
         with self._sending:
             return self._write_now()
 
@@ -250,7 +249,7 @@ class FrameStream(Generic[Incoming, Outgoing]):
                     self._drop_first()
         except BlockingIOError:
             return False
-        except (BrokenPipeError, ConnectionResetError):  # which reading tells, too
+        except (BrokenPipeError, ConnectionResetError):  # the next read reports it
             self.forget()
         return True
 
@@ -265,23 +264,23 @@ class FrameStream(Generic[Incoming, Outgoing]):
             os.close(piece.fd)
 
     def write_line(self, mark: bytes, text: bytes) -> None:
-        """Write the line that the other end skips to, and wait until all of it is written."""
+        """Write the line to which the other end skips, and wait until all of it is written."""
         code = self._ours.of_record(text).hex().encode()
         os.set_blocking(self.outgoing, True)
         os.write(self.outgoing, b"\n" + mark + code + text + b"\n")
         os.set_blocking(self.outgoing, False)
 
     def skip_to(self, mark: bytes) -> bytes | None:
-        """Return the line that begins with ``mark`` once it is there, less the mark; None: it is not yet.
+        """Return the line that begins with ``mark``, without the mark; None if it is not there yet.
 
-        What comes before it, as a login shell's greeting, is dropped. EOFError if it never comes.
+        Drops what comes before it, such as a login shell's greeting. EOFError if the line never comes.
         """
         with contextlib.suppress(BlockingIOError):
             self._fill()
         start = self._came.find(mark)
         end = self._came.find(b"\n", start) if start >= 0 else -1
         if end < 0:
-            # Of what can come without end no more is kept than what may be the beginning of the line.
+            # Output may come without end: keep only what may be the beginning of the line.
             del self._came[: start if start >= 0 else max(0, len(self._came) - len(mark))]
             if len(self._came) > _LINE:
                 del self._came[: len(mark)]
@@ -293,13 +292,13 @@ class FrameStream(Generic[Incoming, Outgoing]):
         return line
 
     def receive(self, most: int | None = None) -> list[tuple[Incoming, int]]:
-        """Return what has come in full: records, each with a memfd that the receiver owns, or -1.
+        """Return the records that have come in full, each with a memfd that the receiver owns, or -1.
 
-        With ``most``, the rest waits for the next time, though nothing may be left to read then.
+        ``most``: the largest number to return. The others wait for the next call, though there may be nothing to read then.
 
         Raises:
-            EOFError: The other end is gone, and all that it sent was received before.
-            NoiseError: What came is not of mlaunch, or not of the other end.
+            EOFError: The other end is gone, and all that it sent was received.
+            NoiseError: The data is not from mlaunch, or not from the other end.
         """
         found: list[tuple[Incoming, int]] = []
         try:
@@ -345,16 +344,16 @@ class FrameStream(Generic[Incoming, Outgoing]):
             if self._came[size : size + len(_END)] != _END:
                 raise _noise(self._came[size:])
             del self._came[: size + len(_END)]
-            # Only now that the code was right: to unpickle is to run code.
+            # Only after the check of its code: to unpickle is to run code.
             found.append((pickle.loads(content.record), content.release()))
             self._content = None
 
     def _begin(self) -> bool:
-        """Begin the next frame; False if its record is not there yet."""
+        """Begin the next frame. Return False if its record is not there yet."""
         if len(self._came) < _HEAD.size:
             return False
         size, content = _HEAD.unpack_from(self._came)
-        # What is no frame seems to have a size, too; to wait for so much would be to wait for ever.
+        # Noise has a "size", too, for which one would wait for ever.
         if size > _MOST:
             raise _noise(self._came)
         end = _HEAD.size + size
@@ -366,7 +365,7 @@ class FrameStream(Generic[Incoming, Outgoing]):
         return True
 
     def hang_up(self) -> None:
-        """Show the other end that nobody is here any more. What comes from there can still be read."""
+        """Close this end for writing, so that the other end sees EOF. What comes from there can still be read."""
         with self._sending, open(os.devnull, "wb") as nothing:
             self.forget()
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.outgoing)) as connection:
@@ -375,7 +374,7 @@ class FrameStream(Generic[Incoming, Outgoing]):
             os.dup2(nothing.fileno(), self.outgoing, inheritable=False)
 
     def close(self) -> None:
-        """Close both descriptors. May be called again, when their numbers may be somebody else's."""
+        """Close both descriptors. May be called again; it then leaves the numbers alone, which others may have."""
         self.forget()
         if self._content is not None:
             self._content.close()

@@ -1,4 +1,4 @@
-"""What a caller and the members of its launch say to each other, over a ``Stream`` for each machine.
+"""Messages between a caller and the members of its launch, over a ``FrameStream`` for each machine.
 
 member -> caller   a line that begins with ``MARK``, then JSON: who it is       (before anything is unpickled)
 caller -> member   Heartbeat; AskOffer, Listen, Reach, Start, Cancel, Question; NextCall, EndCall, MeetAgain and
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
 MARK = b"mlaunch-member "
 MODULE = "mlaunch.engines.member.main"
 # ``python -m`` and ``-c`` look for modules in the current directory first, which mpirun, srun and flux carry over from
-# the caller's shell: there others may have left one. Older interpreters have no option against that.
+# the caller's shell: other people may have left a module there. Older interpreters have no option against that.
 _BOOTSTRAP = "import sys; sys.path[:1] = filter(None, sys.path[:1]); import runpy; "
 _BOOTSTRAP += "runpy.run_module(sys.argv[-1], run_name='__main__')"
 
 
 def command_of(python: str, patience: float | None = None) -> list[str]:
-    """Return what runs a member, with nothing imported from the current directory. Its module comes last.
+    """Return the command that runs a member. It imports nothing from the current directory, and ends with its module.
 
-    ``patience``: seconds in which the caller's first word must have come; None: it may take for ever.
+    ``patience``: seconds in which the caller's first record must come; None: no limit.
     """
     return [python, "-u", "-c", _BOOTSTRAP, *([] if patience is None else [f"{patience:g}"]), MODULE]
 
 
 def patience_of(argv: Sequence[str]) -> float | None:
-    """Return what ``command_of`` was given, in the process that it runs."""
+    """Return the ``patience`` that was given to ``command_of``, from the arguments of the process that it runs."""
     return float(argv[-2]) if len(argv) > 2 else None
 
 
 def versions() -> dict[str, str]:
-    """Return those of what must be alike on both sides, without importing torch; "" for one that is not installed."""
+    """Return the versions that must be the same on both sides, without importing torch; "" if it is not installed."""
     try:
         torch = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -53,11 +53,13 @@ def versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Tells a member that its caller lives. A machine that is cut off closes nothing, so a member leaves if none comes.
+    """A caller's sign of life to a member.
+
+    No stream is closed when a machine loses its network, so a member leaves if no heartbeat comes.
 
     Attributes:
-        timeout: Seconds after which it leaves if nothing more has come.
-        farewell: The command by which it gives the machines back then; () if that needs none.
+        timeout: Seconds after which the member leaves if nothing more has come.
+        farewell: The command by which it then gives the machines back; () if none is needed.
     """
 
     timeout: float
@@ -66,33 +68,33 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class AskOffer:
-    """Asks what a machine can give to a launch. ``options``: as the launcher takes them, less what differs."""
+    """A question what a machine can give to a launch. ``options``: the launcher's, without those that differ by machine."""
 
     options: Mapping[str, Any]
     name: str
-    cwd: str  # of the caller; used if it exists there
-    sys_path: tuple[str, ...]  # of the caller, behind the machine's own
+    cwd: str  # the caller's; used if it exists there
+    sys_path: tuple[str, ...]  # the caller's, put behind the machine's own
     number: int = 0  # of the call, which the answer repeats
 
 
 @dataclass(frozen=True)
 class Offer:
-    """What a member gives. ``clock``: its monotonic seconds now."""
+    """A member's answer to ``AskOffer``: what its machine gives. ``clock``: its monotonic seconds now."""
 
     number: int
     local_world_size: int
     device_type: str
     visible_devices: str | None
     torch_version: str
-    addresses: tuple[str, ...]  # at which other machines may find it, that of its way to everywhere else first
-    identity: str  # of the machine and its network, which a name is not: clones and containers may have one name
-    port: int  # that is free there
+    addresses: tuple[str, ...]  # at which other machines may find it; first the address of its default route
+    identity: str  # of the machine and its network; names will not do: clones and containers may share one
+    port: int  # one that is free there
     clock: float
 
 
 @dataclass(frozen=True)
 class NotPrepared:
-    """Why it can give nothing: text of the error."""
+    """A member's answer that its machine can give nothing. ``text``: of the error."""
 
     number: int
     text: str
@@ -100,7 +102,7 @@ class NotPrepared:
 
 @dataclass(frozen=True)
 class Listen:
-    """Makes a machine listen where others are to find it, and for them to try. ``port``: None: no more."""
+    """An order to listen, so that other machines can try to connect. ``port``: None: stop listening."""
 
     port: int | None
     number: int = 0  # of the call, which the answer repeats
@@ -108,7 +110,7 @@ class Listen:
 
 @dataclass(frozen=True)
 class Listens:
-    """Whether it does."""
+    """A member's answer to ``Listen``. ``listens``: whether its machine listens now."""
 
     number: int
     listens: bool
@@ -116,7 +118,7 @@ class Listens:
 
 @dataclass(frozen=True)
 class Reach:
-    """Asks which of another machine's addresses this one reaches."""
+    """A question which of another machine's addresses this machine reaches."""
 
     addresses: tuple[str, ...]
     port: int
@@ -125,7 +127,7 @@ class Reach:
 
 @dataclass(frozen=True)
 class Reached:
-    """Why there is no answer at each; "" if there is."""
+    """A member's answer to ``Reach``. ``failures``: for each address why there is no answer; "" if there is one."""
 
     number: int
     failures: tuple[str, ...]
@@ -136,7 +138,7 @@ MemberAnswer = Offer | NotPrepared | Listens | Reached  # with the number of the
 
 @dataclass(frozen=True)
 class Start:
-    """Starts the ranks of this machine. The content: the call; none if they run a command."""
+    """An order to start the ranks of this machine. The content: the call; none if they run a command."""
 
     world_size: int
     rank_start: int
@@ -149,19 +151,19 @@ class Start:
     node_rank: int = 0
     num_nodes: int = 1
     sections: Mapping[str, object] = field(default_factory=dict)  # of the launch's spec
-    stays: str = ""  # the launch's id, if its ranks stay: they know by it what they hold; "": they do not
+    stays: str = ""  # the launch's id if its ranks stay, by which they recognise their held objects; "": they do not stay
 
 
 @dataclass(frozen=True)
 class FromAgent:
-    """A record of the machine's agent. The content: what was in the descriptor beside it."""
+    """A record of the machine's agent. The content: that of the descriptor which came with it."""
 
-    record: AgentSays  # or what a member says in its place
+    record: AgentSays  # or one that the member sends in the agent's place
 
 
 @dataclass(frozen=True)
 class Printed:
-    """What a rank has printed; b"": it will print no more."""
+    """Output of a rank; b"": it will print no more."""
 
     rank: int
     stream: int  # 1 or 2
@@ -177,19 +179,22 @@ class Rows:
 
 @dataclass(frozen=True)
 class Reports:
-    """What ranks have reported since the last, by local rank."""
+    """The ranks' reports since the last such record, by local rank."""
 
     found: tuple[tuple[bytes, ...], ...]
 
 
 @dataclass(frozen=True)
 class Alive:
-    """Answers a Heartbeat, while ranks run."""
+    """A member's answer to a ``Heartbeat``, while ranks run."""
 
 
 @dataclass(frozen=True)
 class MachineDone:
-    """Nothing of the launch is left on this machine. ``error``: what kept it from starting; ``late``: its deadline."""
+    """A member's last record: nothing of the launch is left on its machine.
+
+    ``error``: what kept the launch from starting; ``late``: it was the deadline.
+    """
 
     error: str = ""
     late: bool = False
@@ -197,6 +202,6 @@ class MachineDone:
 
 @dataclass(frozen=True)
 class ServerEnded:
-    """The machine's fork server has ended, and the launch with it. ``what``: how."""
+    """A member's record that its fork server has ended, and the launch with it. ``what``: how the server ended."""
 
     what: str

@@ -1,6 +1,6 @@
-"""The records that travel on each kind of byte stream, as types, as ``channels.py`` has those of channels.
+"""Types of the records that are sent over each kind of byte stream, as ``channels.py`` has those of channels.
 
-For annotations alone: this imports every kind of record.
+Only for annotations: this imports every kind of record.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mlaunch.engines.wire.member_messages import (
 )
 from mlaunch.protocol.messages import Cancel, EndCall, EndRanks, ForPart, MeetAgain, NextCall, PartSays, Question
 
-# A caller and a member; of a launch what its agent is to hear, too.
+# A caller and a member, which also receives the records for its launch's agent.
 MemberHears = (
     (Heartbeat | AskOffer | Listen | Reach | Start)
     | (Cancel | Question | NextCall | EndCall | MeetAgain | EndRanks | ForPart)
@@ -37,6 +37,6 @@ MemberSays = (
 )  # fmt: skip
 CallersStream: TypeAlias = FrameStream[MemberSays, MemberHears]
 MembersStream: TypeAlias = FrameStream[MemberHears, MemberSays]
-# A caller and the first of the processes that an engine's one program has started, which carries for all.
+# A caller and the first of the processes that an engine's program has started, which carries the streams of all.
 CarriersStream: TypeAlias = FrameStream[Lead | Carried, Carried]
 CarriedStream: TypeAlias = FrameStream[Carried, Lead | Carried]

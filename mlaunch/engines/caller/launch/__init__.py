@@ -1,1 +1,1 @@
-"""A launch over machines, as the caller drives it."""
+"""The caller's side of a launch on several machines."""

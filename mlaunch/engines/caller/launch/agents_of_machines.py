@@ -1,4 +1,4 @@
-"""The agents of all machines, as one that a launch's handle can hear: so output, report and restarts are one code. ::
+"""The agents of all machines, merged into one for the launch's handle, which then works as for a launch here. ::
 
 members --frames--> this thread --records, descriptors--> channel --> LaunchHandle, as of an agent on this machine
   values -> memfds   what ranks print -> pipes   rows of boards -> one board   times -> this machine's clock
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 
 class MergedAgent:
-    """``end_of``: says what the engine knows of a machine that was lost, and what its member wrote last."""
+    """The agents of all machines as one. ``end_of``: returns why a machine was lost, and what its member wrote last."""
 
     def __init__(
         self,
@@ -78,18 +78,18 @@ class MergedAgent:
         self._stop = MachinesStop(self._open, self._tell, inspection)
         self._board = Board.create(world_size)
         self._backlog = Backlog()
-        self._nothing = os.memfd_create("mlaunch-nothing", os.MFD_CLOEXEC)  # of a rank that did not crash
+        self._nothing = os.memfd_create("mlaunch-nothing", os.MFD_CLOEXEC)  # sent with a rank that did not crash
         self._started = self._refused = self._lost = False  # _lost: some machine, or a process there
         self._abandoned = False  # the launch's handle has closed its channel
-        self._second_hand: RankFailure | None = None  # what others report of a machine; its own report is preferred
+        self._second_hand: RankFailure | None = None  # other machines' report of a lost one; its own is preferred
         self._thread = threading.Thread(target=self._run, name="mlaunch-engine", daemon=True)
 
     def start(self) -> None:
-        """Begin to listen. The machines are this thread's from now on, until ``join``."""
+        """Start the thread that listens to the machines. They belong to it until ``join``."""
         self._thread.start()
 
     def join(self, timeout: float) -> bool:
-        """Wait for its end; True if that has come."""
+        """Wait for the thread's end; True if it has ended."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -148,7 +148,7 @@ class MergedAgent:
         self._send(Cancel())
 
     def _hear_handle(self) -> bool:
-        """Pass on what it wants: that the launch ends. False: it is gone."""
+        """Do what the handle asks for; False if the handle is gone."""
         record, fds = self._theirs.hear()
         if record is None:
             record, self._abandoned = Cancel(force=True), True
@@ -162,11 +162,11 @@ class MergedAgent:
 
     def _obey(self, record: AgentHears, _fds: Sequence[int]) -> None:
         self._backlog.limit = None
-        if isinstance(record, Cancel):  # of nothing else a launch of one call is asked for
+        if isinstance(record, Cancel):  # the only request to a launch of one call
             self._send(record)
 
     def _send(self, record: MemberHears, content: int = -1, *, but: Machine | None = None) -> None:
-        """Send a record to all machines that have not ended."""
+        """Send a record to all machines that have not ended, except ``but``."""
         for machine in self._open.values():
             if machine is not but:
                 machine.stream.send(record, content)
@@ -215,14 +215,14 @@ class MergedAgent:
         elif isinstance(record, MachineDone):
             if record.error:
                 self._refuse(f"host {machine.host}: {record.error}", late=record.late)
-        elif not isinstance(record, Alive | MemberAnswer):  # an answer that came too late
+        elif not isinstance(record, Alive | MemberAnswer):  # MemberAnswer: an answer that came too late
             assert_never(record)
 
     def _take_from_agent(self, machine: Machine, record: AgentSays, content: int) -> None:
         if isinstance(record, RanksStarting):
-            if not self._started:  # told once, as the start of all ranks
+            if not self._started:  # reported once, as the start of all ranks
                 self._started = True
-                known_as = self.inspection.launch.launch_id  # by which those find it who look from here
+                known_as = self.inspection.launch.launch_id  # under which ``mlaunch ps`` here shows it
                 self._tell(RanksStarting(time.monotonic(), known_as, 0, self._world_size), [self._board.fd])
         elif isinstance(record, RankStarted):
             readers = self._backlog.open(record.rank, (1, 2))
@@ -232,7 +232,7 @@ class MergedAgent:
             if record.exitcode != 0:
                 who = f"the agent on host {machine.host}"
                 self._fail(_lost(describe_exit(record.exitcode), machine, who))
-                self._send(Cancel(), but=machine)  # those that join would wait for it
+                self._send(Cancel(), but=machine)  # machines that still join would wait for this one
         elif isinstance(record, Refused):
             self._refuse(record.text, late=record.late)
         elif isinstance(record, RankFailure):
@@ -242,14 +242,14 @@ class MergedAgent:
             self._tell(machine.shifted(record), [content] if content >= 0 else nothing)
 
     def _answers(self, machine: Machine, record: AgentSays, content: int) -> bool:
-        """Take an answer to a question of this thread's; False if the record is none, and for the handle."""
+        """Handle a record that answers a question of this thread's; False if it is another one, which the handle gets."""
         if isinstance(record, Told):
             self.inspection.take(machine, record.number, content)
             return True
         return isinstance(record, PartSays) and record.feature == NAME and self._stop.take(machine, record.news)
 
     def _take_peers_failure(self, machine: Machine, record: RankFailure) -> None:
-        """Take what a machine has heard of another one. Of that one's ranks, its own member tells more."""
+        """Note a machine's report about another one. Reports about ranks are dropped: their own member's says more."""
         if record.late:
             self._tell(DeadlinePassed())
         if record.rank is None and self._second_hand is None:
@@ -257,7 +257,7 @@ class MergedAgent:
             self._times.begin_to_give_up()
 
     def _give_up(self) -> None:
-        """Give up machines that have not ended, after others have said that one is lost: it may never say so itself."""
+        """Give up the machines that have not ended after another one was reported lost: it may never report that itself."""
         if self._second_hand is not None and self._open:
             silent = f"nothing more came from host {', '.join(machine.host for machine in self._open.values())}"
             self._second_hand = dataclasses.replace(self._second_hand, hints=(*self._second_hand.hints, silent))

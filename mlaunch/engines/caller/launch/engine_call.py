@@ -1,4 +1,4 @@
-"""One call on the machines of an engine: as ``caller/launch/call.py`` does it on this one."""
+"""One call on the machines of an engine, as in ``caller/launch/call.py`` on this machine."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from mlaunch.protocol.spec import LaunchSpec
 
 
 class Attempts:
-    """The attempts of one call, or of a command. ``tell``: gets why there is another.
+    """The attempts of one call, or of a command. ``tell``: gets the reason for another attempt.
 
-    Those that fail are counted apart from those whose machines were taken.
+    Failed attempts, and attempts whose machines were preempted, are counted separately.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Attempts:
         self._preempted = False  # the machines of the last one were taken
 
     def steps(self, parts: CallerParts, most: int) -> Steps:
-        """Return how the last one ended. ``most``: how often machines may be taken, and it starts again on others."""
+        """Return how the last attempt ended. ``most``: how often it may start again because its machines were preempted."""
         self._parts, self._most = parts, most
         begun, left = time.monotonic(), self._options.deadline
         for number in range(most + 1):
@@ -48,7 +48,7 @@ class Attempts:
                 break
             count = f"preemption {number + 1} of at most {most}"
             self._tell(f"{self._work.name} starts again on other machines ({count}): the scheduler has taken these")
-            # All of them: machines that are left of a preempted job end with it.
+            # All of them: the other machines of a preempted job end with it.
             self._machines.close()
             if self._options.deadline is not None:
                 left = max(0.0, self._options.deadline - (time.monotonic() - begun))
@@ -64,7 +64,7 @@ class Attempts:
         return ended
 
     def _may_start_anew(self, ended: Ended) -> bool:
-        """True if it was stopped, or has failed, and nobody here has asked for its end."""
+        """True if the attempt was stopped or has failed, and nobody here has asked for its end."""
         if not self._most or self._parts.is_last():
             return False
         stopped = ended.report().stopped
@@ -81,11 +81,11 @@ def call_on_machines(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Ended:
-    """Run the function on every machine's ranks; return how the last attempt ended."""
+    """Run the function on the ranks of all machines; return how the last attempt ended."""
     name = f"{getattr(function, '__qualname__', type(function).__qualname__)}()"
     work = Work(name, Call(calls.portable(function), args, kwargs))
     options = with_directory(options, name)
-    # What this process has printed before the call comes before what the ranks print.
+    # So that this process's earlier output comes before the ranks'.
     flush_streams()
 
     def output(spec: LaunchSpec, hosts: dict[int, str]) -> OutputPlan:

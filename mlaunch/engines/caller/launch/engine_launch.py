@@ -43,20 +43,20 @@ from mlaunch.protocol.spec import (
 )
 from mlaunch.rendezvous.address import LOOPBACK
 
-# What this process does with a launch, which machines need not know; or what an engine decides.
+# Options that only this process uses, or that an engine decides.
 _OURS = {
     "world_size", "rank_start", "master_ip", "port", "token", "output", "log_dir", "progress", "keep",
     "ranks", "engine", "machines", "max_restarts", "max_preemptions", "start_method", "join",
     *features.OPTIONS,
 }  # fmt: skip
-END_TIMEOUT = 2.0  # seconds for the last words of a launch, once its ranks have ended
+END_TIMEOUT = 2.0  # seconds for the last records of a launch, once its ranks have ended
 M = TypeVar("M", bound=MergedAgent)
 MakesPlan = Callable[[LaunchSpec, dict[int, str]], OutputPlan]
-_ANSWER_TIMEOUT = 60.0  # seconds for machines to tell, some of which may be busy
+_ANSWER_TIMEOUT = 60.0  # seconds for machines to answer; some may be busy
 
 
 class AllServers:
-    """What is behind the agents, for a handle."""
+    """The machines and the thread that listens to them, in the place of a handle's fork server."""
 
     silence = "one of its machines did not answer (was something stopped there?), and all were given back"
 
@@ -71,14 +71,14 @@ class AllServers:
         return "the thread that listens to the machines has ended (a bug in mlaunch?)"
 
     def close(self) -> None:
-        """Wait for the last words of all, after the handle was closed."""
+        """Wait for the last records of all machines, after the handle was closed."""
         if not self._merged.join(END_TIMEOUT):
             self._machines.kill()
             self._merged.join(END_TIMEOUT)
 
 
 class _MachinesHandle(LaunchHandle):
-    """The handle of a MergedAgent. Members have started the agents, and report their ends."""
+    """The handle of a MergedAgent. Members have started the agents, and report when they end."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,7 +87,7 @@ class _MachinesHandle(LaunchHandle):
 
 @dataclass(frozen=True)
 class StartedLaunch:
-    """``close``: waits for the last words of its machines, seconds at most."""
+    """A launch that has started. ``close``: waits for its machines' last records, for a few seconds at most."""
 
     handle: LaunchHandle
     close: Callable[[], None]
@@ -95,9 +95,9 @@ class StartedLaunch:
 
 @dataclass(frozen=True)
 class Work:
-    """What ranks run. ``argv`` and ``path``: their ``sys.argv``, and ``sys.path`` behind the machine's own.
+    """The work of the ranks. ``argv`` and ``path``: their ``sys.argv``, and ``sys.path`` after the machine's own.
 
-    ``surroundings``: of the moment at which it was asked for; None: that is now.
+    ``surroundings``: this process's at the time of the request; None: those of now.
     """
 
     name: str
@@ -110,7 +110,7 @@ class Work:
 
 @dataclass
 class MachinesLaunch:
-    """``output``: plans what becomes of what ranks print, for their hosts by rank."""
+    """A launch on an engine's machines. ``output``: plans the ranks' output, given their hosts by rank."""
 
     placed: PlacedMachines
     options: Options
@@ -119,7 +119,7 @@ class MachinesLaunch:
     number: Attempt
 
     def steps(self) -> Steps:
-        """Run it to its end; see ``call_on_machines``."""
+        """Run the launch to its end; see ``call_on_machines``."""
         started = self.start_it()
         try:
             if self.number.parts is not None:
@@ -130,7 +130,7 @@ class MachinesLaunch:
             started.close()
 
     def start_it(self) -> StartedLaunch:
-        """Make the machines start it. Who drives the handle to its end closes that, and then what this returns."""
+        """Make the machines start the launch. Drive the returned handle to its end, close it, then call ``close``."""
         spec, history = self._begin()
         merged = self._merged(MergedAgent, spec, self._patience(spec, spec.seconds))
         relay = Relay(self.output(spec, history.hosts), spec.world_size, self.number.restart_count, ends_come=True)
@@ -141,7 +141,7 @@ class MachinesLaunch:
         return StartedLaunch(handle, servers.close)
 
     def _begin(self) -> tuple[LaunchSpec, History]:
-        """Make the machines start the launch."""
+        """Make the machines start the launch; return its spec and history."""
         history = History()
         tell = say if self.options.progress else lambda _text: None
         self.placed.open(self.options.join_timeout, lambda state: tell(f"{self.work.name} waits: {state}"))
@@ -165,7 +165,7 @@ class MachinesLaunch:
 
     def _merged(self, kind: type[M], spec: LaunchSpec, times: Patience) -> M:
         machines = self.placed.machines
-        # With another ID: a machine that is this one shows its part of the launch, too.
+        # Another ID: if this machine is one of them, its part of the launch is listed, too.
         inspection = MachinesInspection(replace(spec, launch_id=new_launch_id()), machines)
         merged = kind(machines, spec.world_size, self.placed.end_of, times, inspection)
         merged.parts = self.number.parts
@@ -183,7 +183,7 @@ class MachinesLaunch:
         return AskOffer(theirs, self.work.name, cwd, self.work.path)
 
     def _start(self, spec: LaunchSpec, machine: Machine, meet_at: str) -> Start:
-        """Return how a machine starts: it finds the others at the first one."""
+        """Return a machine's order to start; the machines meet at ``meet_at``."""
         head = self.placed.machines[0].given
         return Start(
             world_size=spec.world_size,
@@ -201,7 +201,7 @@ class MachinesLaunch:
         )
 
     def _context(self) -> Context:
-        """Return what of this process's surroundings machines need to know."""
+        """Return the parts of this process's surroundings that machines need to know."""
         work, around = self.work, self.work.surroundings
         if around is not None:
             known = settings.without_the_machines(around.settings)
@@ -211,14 +211,14 @@ class MachinesLaunch:
         return Context({}, "", (), work.argv, None, None, os.getpid(), known, source)
 
     def _master_ip(self, head: Offer) -> str:
-        """Return where the machines meet: as the option says, or on loopback if they are one machine, or there."""
+        """Return the address at which the machines meet: the option's, or loopback for one machine, or the first one's."""
         if self.options.master_ip != "localhost":
             return self.options.master_ip.strip("[]")
         networks = {machine.given.identity for machine in self.placed.machines}
         return LOOPBACK if len(networks) == 1 else address_for_all(self.placed, self.options.port or head.port)
 
     def _spec(self, prepared: Sequence[Offer]) -> LaunchSpec:
-        """Return the launch as this process sees it: one machine with all ranks."""
+        """Return the spec of the launch as this process sees it: one machine with all ranks."""
         size, devices = sum(one.local_world_size for one in prepared), _devices(prepared)
         spec = spec_of(
             self.options,
@@ -229,19 +229,19 @@ class MachinesLaunch:
             self._context(),
             prepared[0].torch_version,
         )
-        # A token that is drawn is long enough to be used without scrypt.
+        # A random token is long enough to be used without scrypt.
         sections = load.sections_of(self.options, self.number.parts)
         return replace(spec, secret=tokens.draw(), target=self.work.target, sections=sections)
 
 
 def with_hosts(plan: OutputPlan, hosts: dict[int, str]) -> OutputPlan:
-    """Return a plan in which lines tell their ranks' hosts, if there are several."""
+    """Return a plan whose prefixes of lines name the ranks' hosts, if there are several."""
     return replace(plan, prefix=HostPrefix(hosts, plan.trial)) if len(set(hosts.values())) > 1 else plan
 
 
 @dataclass
 class HostPrefix:
-    """A prefix that names ranks with their hosts: "[n1:0-3,n2:4] "."""
+    """A prefix of lines with ranks and their hosts: "[n1:0-3,n2:4] "."""
 
     hosts: dict[int, str]
     trial: str = ""  # of a sweep
@@ -255,18 +255,18 @@ class HostPrefix:
 
 
 def _devices(prepared: Sequence[Offer]) -> str:
-    """Return the names of all ranks' devices on their machines, with commas."""
+    """Return the names of all ranks' devices on their machines, separated by commas."""
     return ",".join(one.visible_devices or ",".join(map(str, range(one.local_world_size))) for one in prepared)
 
 
 def address_for_all(placed: PlacedMachines, port: int) -> str:
-    """Return the address of the first machine that all others have reached at that port, where it listens meanwhile.
+    """Return an address of the first machine that all others reach. The machine listens at ``port`` meanwhile.
 
-    A machine may have several, of which some lead nowhere from elsewhere: a bridge for containers, a network for
-    storage. Each machine's own part is in ``mlaunch/engines/member/machine_plan.py``.
+    A machine may have addresses that other machines cannot reach: a bridge for containers, a network for storage.
+    The machines' part is in ``mlaunch/engines/member/machine_plan.py``.
 
     Raises:
-        LaunchError: There is none.
+        LaunchError: There is no such address.
     """
     if not placed.meets_at:
         placed.meets_at = _tried(placed, port)
@@ -276,14 +276,14 @@ def address_for_all(placed: PlacedMachines, port: int) -> str:
 def _tried(placed: PlacedMachines, port: int) -> str:
     first, *others = placed.machines
     offered = first.given.addresses
-    if not placed.ask([first], Listen(port), _ANSWER_TIMEOUT)[0].listens:  # as its agent will say, too
+    if not placed.ask([first], Listen(port), _ANSWER_TIMEOUT)[0].listens:  # the port is taken, which its agent will report
         return offered[0]
     told = [one.failures for one in placed.ask(others, Reach(offered, port), _ANSWER_TIMEOUT)]
     placed.ask([first], Listen(None), _ANSWER_TIMEOUT)
     for address, *failures in zip(offered, *told, strict=True):
         if not any(failures):
             return str(address)
-    # Named is the machine that reached least: it is the one to look at.
+    # The error names the machine that reached least: look at that one first.
     cut = max(range(len(others)), key=lambda number: sum(map(bool, told[number])))
     tried = ", ".join(f"{address} ({words})" for address, words in zip(offered, told[cut], strict=True) if words)
     raise LaunchError(

@@ -1,10 +1,10 @@
-"""Ranks that stay on the machines of an engine: how they are started, and their agents as one.
+"""Ranks that stay on the machines of an engine: how they start, and their agents merged into one.
 
     over --NextCall--> running --all have come back--> over
     running --failure, deadline, end--> comparing (once all have come back) --they agree--> meeting --> over
 
-A machine's agent ends its own ranks' part of a call that fails there; the others are asked to end theirs. Whether all
-are in step can only be told of all: their numbers come here.
+If a call fails on a machine, the agent there ends it for its own ranks, and the other agents are asked to do the same.
+All ranks' numbers come here, since only a comparison of all shows whether they are in step.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _State(enum.Enum):
 
 
 class KeptAgents(MergedAgent):
-    """The agents of one set of ranks, which makes one call after the other."""
+    """The agents of one set of ranks, which run one call after the other."""
 
     def __init__(
         self,
@@ -72,13 +72,13 @@ class KeptAgents(MergedAgent):
         super().__init__(machines, world_size, end_of, times, inspection)
         self._number = 0  # of the call
         self._state = _State.OVER
-        self._back: set[int] = set()  # numbers of the machines that have said that it is over
-        self._told: dict[int, in_step.Numbers] = {}  # by rank, what it has entered
+        self._back: set[int] = set()  # numbers of the machines on which it is over
+        self._told: dict[int, in_step.Numbers] = {}  # by rank, the operations that it has entered
         self._here: set[int] = set()  # ranks that are back
-        self._complete: set[int] = set()  # numbers of the machines all of whose ranks are
-        self._unsaid: CallOver | None = None  # until what ranks have printed before is on its way
-        self._printed: dict[tuple[int, int], int] = {}  # where that ends
-        self._leaving = False  # the ranks were asked to, or told to stop
+        self._complete: set[int] = set()  # numbers of the machines all of whose ranks are back
+        self._unsaid: CallOver | None = None  # kept until the ranks' earlier output is on its way
+        self._printed: dict[tuple[int, int], int] = {}  # where that output ends
+        self._leaving = False  # the ranks were asked to end, or to stop
 
     def _obey(self, record: AgentHears, fds: Sequence[int]) -> None:
         if isinstance(record, NextCall):
@@ -97,7 +97,7 @@ class KeptAgents(MergedAgent):
             super()._obey(record, fds)
 
     def _end_call(self, number: int, failed: Machine | None = None) -> None:
-        """Make the machines end the call, except the one where it has failed: that one does so by itself."""
+        """Make the machines end the call, except ``failed``, where it has failed: that one ends it by itself."""
         if self._state is _State.RUNNING:
             self._send(EndCall(number), but=failed)
             if len(self._machines) > 1:
@@ -123,19 +123,19 @@ class KeptAgents(MergedAgent):
                 self._cancel()
 
     def _take_back(self, machine: Machine) -> None:
-        """Note that the call is over on a machine. What came before it failed on another one does not count."""
+        """Note that the call is over on a machine. Ignored once the call has failed on another one."""
         if self._state is _State.COMPARING:
             return
         self._back.add(machine.number)
         if len(self._back) == len(self._machines):
             self._state = _State.OVER
             self._stop.end_call()
-            # Not told yet: the handle would show the call's last lines in the next one's cell.
+            # Not at once: the handle would show the call's last lines in the cell of the next one.
             self._unsaid, self._printed = CallOver(self._number), self._backlog.ends()
 
     def _compare(self) -> None:
-        # Decided here, since a rank that is alone behind may be on another machine; the gate, which knows all
-        # machines, too, would have to learn what a call is.
+        # Decided here, since the rank that is behind may be on any machine. The gate, which knows all machines, too, would
+        # have to know what a call is.
         complete = len(self._complete) == len(self._machines)
         if complete and in_step.agree([numbers for _, numbers in sorted(self._told.items())]):
             self._back.clear()
@@ -147,7 +147,7 @@ class KeptAgents(MergedAgent):
             self._end_those_inside()
 
     def _end_those_inside(self) -> None:
-        """End ranks that wait for those that are back; the others later, as their end would break these questions."""
+        """End the ranks that are still inside the call. Ending the others now would break the comparison."""
         for machine in self._open.values():
             if machine.number not in self._complete:
                 machine.stream.send(Cancel())
@@ -164,14 +164,14 @@ class KeptAgents(MergedAgent):
 
 
 class _Servers(AllServers):
-    """What is behind ranks that stay. ``after``: called when they have ended."""
+    """The machines of ranks that stay, and the thread that listens. ``after``: called when the ranks have ended."""
 
     def __init__(self, machines: PlacedMachines, merged: MergedAgent, after: Callable[[], None]) -> None:
         super().__init__(machines, merged)
         self._after = after
 
     def ended(self) -> bool:
-        return False  # a machine that is lost is reported by itself
+        return False  # a lost machine has a report of its own
 
     def close(self) -> None:
         super().close()
@@ -190,7 +190,7 @@ class _KeptMachinesHandle(KeptHandle):
     def end_call(self, interrupt: BaseException) -> None:
         if self.history.started:
             super().end_call(interrupt)
-        else:  # which may take as long as the machines need to find each other, and nothing is lost
+        else:  # it may take as long as the machines need to find each other; nothing is lost
             self.outcome.interrupted_by(interrupt)
             self.cancel(force=False)
 
@@ -203,7 +203,7 @@ class _KeptMachinesHandle(KeptHandle):
 
 
 class _RanksLaunch(MachinesLaunch):
-    """A launch without a call."""
+    """A launch on machines whose ranks stay, and start without a call."""
 
     def start(self, after: Callable[[], None]) -> _KeptMachinesHandle:
         spec, history = self._begin()
@@ -225,7 +225,7 @@ class _RanksLaunch(MachinesLaunch):
 def open_on_machines(
     machines: PlacedMachines, options: Options, rules: StayRules, after: Callable[[], None]
 ) -> RanksLaunch:
-    """Start ranks that stay there; do not wait for them. ``after``: called when they have ended.
+    """Start ranks that stay on these machines; do not wait for them. ``after``: called when they have ended.
 
     Raises:
         LaunchError: The engine does not give the machines, or one of them cannot give what is asked for.

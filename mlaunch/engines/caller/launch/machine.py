@@ -1,4 +1,4 @@
-"""A machine of a launch, as its caller knows it: the stream to its member, and what that has said of itself."""
+"""A machine of a launch, in the caller: the stream to its member, and what the member has said about itself."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from mlaunch.protocol.messages import AgentSays, RankAnswered, RankGone, RankSta
 if TYPE_CHECKING:
     from mlaunch.engines.wire.member_streams import CallersStream
 
-_TAIL = 20  # lines of what it wrote to standard error
+_TAIL = 20  # lines of its standard error that are kept
 _READ = 65536
-_KEPT = 4096  # bytes of a line
-_SENDING = 6  # times as long may one be silent that is still being sent something
-_WORDS = 3  # lines that are shown of it
-_NAME, _LINE = 255, 1000  # bytes that are shown of a name, and of a line
+_KEPT = 4096  # bytes of such a line
+_SENDING = 6  # times as long may a machine be silent that is still being sent something
+_WORDS = 3  # lines of its standard error that are shown
+_NAME, _LINE = 255, 1000  # bytes of a name, and of a line, that are shown
 
 
 class Machine:
-    """One that owns its descriptors. ``number``: among those of the engine.
+    """A machine; it owns its descriptors. ``number``: among the machines of the engine.
 
     ``place``, ``rank_start`` and ``prepared`` are set for each launch.
     """
@@ -52,14 +52,14 @@ class Machine:
         self.number = number
         self.stream: CallersStream = FrameStream(ends.stdout, ends.stdin, ends.secret)
         self.stderr = ends.stderr
-        self.writes_here = ends.stderr >= 0  # else one program writes for all, on the first machine's
-        self.host, self.pid = "", 0  # of its member
+        self.writes_here = ends.stderr >= 0  # otherwise one program writes for all, to that of the first machine
+        self.host, self.pid = "", 0  # its member's
         self.prepared: Offer | None = None
-        self.asked = 0  # how often
-        self.answer: MemberAnswer | None = None  # to what it was asked last
+        self.asked = 0  # how many questions
+        self.answer: MemberAnswer | None = None  # to the last question
         self.place = 0  # among the machines of the launch
         self.rank_start = 0
-        self.shift = 0.0  # seconds by which its clock is behind ours
+        self.shift = 0.0  # seconds by which its clock is behind this machine's
         self.lost = False
         self._tail: deque[str] = deque(maxlen=_TAIL)
         self._line = b""
@@ -68,7 +68,7 @@ class Machine:
 
     @property
     def given(self) -> Offer:
-        """What the machine gives to the launch, once it has said so."""
+        """The machine's offer to the launch, once it has come."""
         if self.prepared is None:
             raise RuntimeError(f"host {self.host} was not asked what it can give")
         return self.prepared
@@ -79,23 +79,23 @@ class Machine:
         return range(self.rank_start, self.rank_start + self.given.local_world_size)
 
     def ask(self, question: AskOffer | Listen | Reach) -> None:
-        """Send a question, whose answer bears its number."""
+        """Send a question. Its answer has the same number."""
         self.asked, self.answer = self.asked + 1, None
         self.stream.send(dataclasses.replace(question, number=self.asked))
 
     def greet(self) -> bool:
-        """Read the member's first word, if it is there.
+        """Read the member's first line, if it is there.
 
         Raises:
-            EOFError: The member has ended without one.
-            LaunchError: What runs there cannot understand what would be sent.
+            EOFError: The member has ended without that line.
+            LaunchError: The member's versions differ from this process's.
         """
         hello: dict[str, Any] = {}
         while "host" not in hello:
             line = self.stream.skip_to(MARK)
             if line is None:
                 return False
-            with contextlib.suppress(ValueError):  # somebody else writes of the mark: a shell that has not found it
+            with contextlib.suppress(ValueError):  # another program printed the mark: a shell that has not found a command
                 hello = dict(json.loads(line))
         self.host, pid = printable(str(hello["host"]), _NAME), hello.get("pid")
         self.pid = pid if isinstance(pid, int) else 0
@@ -106,16 +106,16 @@ class Machine:
         return True
 
     def is_silent(self, seconds: float) -> bool:
-        """True if nothing has come for so long, not even what nobody here has read yet.
+        """True if nothing has come for ``seconds``, not even data that is not read yet.
 
-        One that is still being sent something, large arguments over a slow network, has longer.
+        A machine that is still being sent something (large arguments over a slow network) has longer.
         """
         patience = seconds * (_SENDING if self.stream.unsent else 1)
         quiet = time.monotonic() >= self.stream.heard_at + patience
         return quiet and not linux.wait_readable([self.stream.incoming], 0.0)
 
     def _compare(self, what: str, theirs: str, ours: str, *, parts: int | None) -> None:
-        known = theirs and ours  # where torch is not installed, importing it will say so
+        known = theirs and ours  # if torch is not installed, its import will fail with that message
         if known and theirs.split(".")[:parts] != ours.split(".")[:parts]:
             raise LaunchError(
                 f"host {self.host} has {what} {theirs}, and this process has {what} {ours}: functions and values "
@@ -124,7 +124,7 @@ class Machine:
             )
 
     def hear_stderr(self) -> bool:
-        """Keep what has come on its standard error; False once that is closed."""
+        """Read and keep the machine's standard error; False once it is closed."""
         try:
             data = os.read(self.stderr, _READ)
         except BlockingIOError:
@@ -140,7 +140,7 @@ class Machine:
         return False
 
     def shifted(self, record: AgentSays) -> AgentSays:
-        """Return a record of its agent's with the time as this machine's clock has it, and where a rank has started."""
+        """Return its agent's record with the times of this machine's clock, and with the host where a rank has started."""
         if isinstance(record, RankStarted):
             return dataclasses.replace(record, at=record.at + self.shift, host=self.host)
         if isinstance(record, RankAnswered | RankGone):
@@ -148,7 +148,7 @@ class Machine:
         return record
 
     def note_on(self, board: Board, record: Rows | Reports) -> None:
-        """Put what its board says on that of all ranks."""
+        """Copy news of its board to the board of all ranks."""
         if isinstance(record, Rows):
             for rank, row in zip(self.ranks, record.rows, strict=True):
                 board.take_row(rank, row, self.shift)
@@ -158,7 +158,7 @@ class Machine:
                     board.ring(rank).add(data)
 
     def last_words(self) -> str:
-        """Return the end of what it wrote to standard error."""
+        """Return the last lines of its standard error."""
         while self.stderr >= 0 and self._more():
             pass
         return "\n".join(line for line in [*self._tail, shown(self._line)] if line.strip())
@@ -168,7 +168,7 @@ class Machine:
         return self.hear_stderr() and (len(self._tail), self._line) != before
 
     def close(self) -> None:
-        """May be called again."""
+        """Close the descriptors. May be called again."""
         self.stream.close()
         stderr, self.stderr = self.stderr, -1
         if stderr >= 0:
@@ -176,20 +176,20 @@ class Machine:
 
 
 def advice(python: str, fate: str, words: str) -> list[str]:
-    """Return what to do about a member that ended before it had started, and wrote these words; [] if nobody knows."""
+    """Return hints about a member that ended before it had started, by what it wrote to standard error; [] if none fit."""
     if "No module named" in words and "mlaunch" in words:
         install = shlex.join([python, "-m", "pip", "install", f"mlaunch=={_version.__version__}"])
         return [f"mlaunch must be installed there: {install}"]
-    if fate.startswith("ssh to ") and fate.endswith("code 255"):  # which is ssh's own
+    if fate.startswith("ssh to ") and fate.endswith("code 255"):  # ssh's own exit code
         host = fate.split()[2]
-        if not words:  # where ssh itself fails, it says why
+        if not words:  # if ssh itself fails, it prints why
             return [f"mlaunch was probably killed on {host}, by somebody, or because there was no memory left"]
         return [f"ssh must reach {host} without a question: try `ssh -o BatchMode=yes {host} true` here"]
     return []
 
 
 def last_lines(words: str) -> list[str]:
-    """Return the last lines, and mlaunch's own last one: an engine says of an end later, and less."""
+    """Return the last lines, and mlaunch's own last line, which is more useful than what an engine prints later."""
     lines = words.splitlines()
     ours = [number for number, line in enumerate(lines) if line.startswith("mlaunch: ")][-1:]
     before = [lines[number] for number in ours if number < len(lines) - _WORDS]
@@ -197,5 +197,5 @@ def last_lines(words: str) -> list[str]:
 
 
 def shown(line: bytes) -> str:
-    """Return a line that another program has written, as a terminal can show it."""
+    """Return a line of another program's output, made safe for a terminal."""
     return printable(line.decode(errors="replace").rstrip(), _LINE)

@@ -1,4 +1,4 @@
-"""The machines of a call: asked for, greeted, asked what they can give, and given back."""
+"""The machines of a call, from the request for them until they are given back."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from mlaunch.engines.wire.member_messages import (
 )
 
 MemberQuestion = AskOffer | Listen | Reach
-_LAST_WORDS_TIMEOUT = 2.0  # seconds for what a member that has ended wrote
-_LOOK_DELAY = 0.1  # seconds between questions to the engine
+_LAST_WORDS_TIMEOUT = 2.0  # seconds to read what a member that has ended wrote
+_LOOK_DELAY = 0.1  # seconds between queries to the engine
 
 
 class PlacedMachines:
-    """Machines of a launch, held by somebody else: what they are asked, and what is known of one that has ended.
+    """The machines of a launch. This class sends them questions, and finds out why one has ended; others hold them.
 
     ``n_gpus``: ranks on each, where a call does not say it; ``heartbeat_timeout``: the engine's.
     """
@@ -41,38 +41,38 @@ class PlacedMachines:
     def __init__(self, n_gpus: int | None, heartbeat_timeout: float | None) -> None:
         self.n_gpus, self.heartbeat_timeout = n_gpus, heartbeat_timeout
         self.placement: Placement | None = None
-        self.meets_at = ""  # the address of the first that all others reach, once they have tried
+        self.meets_at = ""  # the address of the first machine that all others reach, once they have tried
         self.machines: list[Machine] = []
 
     @property
     def hosts(self) -> list[str]:
-        """Their names, in the order of their ranks; [] before they are there, and after."""
+        """The names of the machines, in the order of their ranks; [] before they are there, and after."""
         return [machine.host for machine in self.machines]
 
     def open(self, timeout: float, tell: Callable[[str], None] = lambda _: None) -> None:
         """Wait until the machines are there; see ``Machines``."""
 
     def renew(self) -> None:
-        """Make ``open`` get others, where that is possible, if one of them is lost."""
+        """If a machine is lost, and others can be had, make the next ``open`` get them."""
 
     def preempted(self) -> bool:
-        """True if the engine has taken them for somebody else, or is about to, and would give others."""
+        """True if the engine has preempted the machines, or is about to, and would give others."""
         return False
 
     def kill(self) -> None:
-        """End all that runs on them."""
+        """End all that runs on the machines."""
         for machine in self.machines:
             machine.lost = True
             machine.stream.hang_up()
 
     def close(self) -> None:
-        """Give them back, if they are this launch's own."""
+        """Give the machines back, if they are this launch's own."""
 
     def prepare(self, order: AskOffer, timeout: float) -> None:
-        """Ask all machines what they can give to a launch, which they must say within ``timeout`` seconds.
+        """Ask all machines what they can give to a launch. They must answer within ``timeout`` seconds.
 
         Raises:
-            LaunchError: A machine cannot give it, or has ended.
+            LaunchError: A machine cannot give what is asked for, or has ended.
         """
         for machine in self.machines:
             machine.prepared = None
@@ -83,14 +83,14 @@ class PlacedMachines:
             start += len(machine.ranks)
 
     def ask(self, machines: Sequence[Machine], question: MemberQuestion, timeout: float) -> list[Any]:
-        """Return what these answer, which they must do within ``timeout`` seconds; LaunchError as for ``prepare``."""
+        """Return the machines' answers. They must come within ``timeout`` seconds; LaunchError as for ``prepare``."""
         for machine in machines:
             asked = self._for(machine, question) if isinstance(question, AskOffer) else question
             machine.ask(asked)
         waiting, until = list(machines), time.monotonic() + timeout
         while waiting:
             for machine in waiting:
-                self._hear(machine)  # also what came with its first word, which is none of its own
+                self._hear(machine)  # data that came with its first line is not signalled again
             waiting = [machine for machine in waiting if machine.answer is None]
             if waiting:
                 self.wait(waiting, until, timeout)
@@ -114,7 +114,7 @@ class PlacedMachines:
             raise LaunchError(f"host {machine.host} was lost: {fate or 'its member has ended'}{wrote}") from None
         for record, _ in found:
             if not isinstance(record, MemberAnswer) or record.number != machine.asked:
-                continue  # an answer for a call that was given up before it came
+                continue  # a late answer, for a call that was given up
             if isinstance(record, NotPrepared):
                 raise LaunchError(f"host {machine.host} cannot take part: {record.text}")
             if isinstance(record, Offer):
@@ -123,8 +123,8 @@ class PlacedMachines:
             machine.answer = record
 
     def end_of(self, machine: Machine) -> tuple[str, str]:
-        """Return what the engine says of a member that has ended, and what that wrote last."""
-        # The stream ends before standard error does: srun and ssh say why only then.
+        """Return why a member has ended, in the engine's words, and what the member wrote last."""
+        # srun and ssh print the reason only after the stream has ended.
         until = time.monotonic() + _LAST_WORDS_TIMEOUT
         fate = self.placement.fate(machine.number) if self.placement is not None else ""
         writer = next((one for one in (machine, *self.machines) if one.writes_here), machine)
@@ -134,17 +134,17 @@ class PlacedMachines:
         return fate, writer.last_words()
 
     def wait(self, machines: Sequence[Machine], until: float, timeout: float) -> None:
-        """Wait until one has said something, until then at most; keep their standard error.
+        """Wait until a machine has sent something, or until the time ``until``; read their standard error meanwhile.
 
-        ``timeout``: the seconds of all, for the error's text.
+        ``timeout``: seconds, for the error's text.
         """
         errors = {machine.stderr: machine for machine in machines if machine.stderr >= 0}
         fds = [*(machine.stream.fileno() for machine in machines), *errors]
-        left = until - time.monotonic()  # of one that prints without end something can always be read
+        left = until - time.monotonic()  # checked here: a member that prints without end can always be read
         ready = interrupts.wait_readable(fds, left) if left > 0 else []
         if not ready:
             for machine in machines:
-                machine.lost = True  # for a call later on, too
+                machine.lost = True  # for later calls, too
             names = ", ".join(machine.host or f"machine {machine.number}" for machine in machines)
             words = "\n".join(word for machine in machines if (word := machine.last_words()))
             raise LaunchTimeout(
@@ -162,8 +162,11 @@ def strange(machine: Machine, error: NoiseError) -> LaunchError:
 
 
 class Machines(PlacedMachines):
-    """``place``: an engine's; ``python``: the interpreter there; ``wanted``: how many, None: as the engine has it;
-    ``n_gpus``: ranks on each, where a call does not say it; ``heartbeat_timeout``: the engine's."""
+    """Machines that an engine gives.
+
+    ``place``: the engine's method; ``python``: the interpreter there; ``wanted``: how many machines, None: the
+    engine's own number; ``n_gpus``: ranks on each, if a call does not say it; ``heartbeat_timeout``: the engine's.
+    """
 
     def __init__(
         self,
@@ -176,21 +179,21 @@ class Machines(PlacedMachines):
         super().__init__(n_gpus, heartbeat_timeout)
         self._place, self._python, self._wanted = place, python, wanted
         self._heartbeats: Heartbeats | None = None
-        self._leaving = False  # they are being given back
+        self._leaving = False  # the machines are being given back
 
     def open(self, timeout: float, tell: Callable[[str], None] = lambda _: None) -> None:
-        """Wait until the machines are there, unless they are, however long a queue takes.
+        """Wait until the machines are there, if they are not yet, however long a queue takes.
 
-        ``timeout``: seconds in which all members must have started then. ``tell``: gets what the machines wait for,
-        when that changes.
+        ``timeout``: seconds in which all members must then start. ``tell``: gets what the machines wait for, when
+        that changes.
 
         Raises:
-            LaunchError: They do not come, or mlaunch cannot run there.
+            LaunchError: The machines do not come, or mlaunch cannot run there.
         """
         self.renew()
         if self.machines:
             return
-        # Before anything is asked for: an exit while a queue is waited for must give the job back as well.
+        # Before the request: an exit during the wait for a queue must give the job back, too.
         atexit.register(self.close)
         try:
             self._open(timeout, tell)
@@ -199,7 +202,7 @@ class Machines(PlacedMachines):
             raise
 
     def _open(self, timeout: float, tell: Callable[[str], None]) -> None:
-        # Until all are there, as the caller sends no heartbeat before.
+        # The caller sends no heartbeat before all members are there.
         patience = None if self.heartbeat_timeout is None else self.heartbeat_timeout + timeout
         self.placement = placement = self._place(self._wanted, command_of(self._python, patience))
         _wait_for(placement, timeout, tell)
@@ -228,7 +231,7 @@ class Machines(PlacedMachines):
             raise strange(machine, error) from None
 
     def _why_not(self, machine: Machine) -> str:
-        """Return why a member did not start, in words."""
+        """Return in words why a member did not start."""
         fate, words = self.end_of(machine)
         name = machine.host or f"machine {machine.number}"
         lines = [f"mlaunch did not start on {name}" + (f": {fate}" if fate else "")]
@@ -236,26 +239,26 @@ class Machines(PlacedMachines):
         return "\n".join([*lines, *advice(self._python, fate, words)])
 
     def renew(self) -> None:
-        """Give the machines back if one of them is lost, so that ``open`` gets others."""
+        """Give the machines back if one of them is lost; ``open`` then gets others."""
         if self._leaving or any(machine.lost for machine in self.machines):
             self._give_back()
 
     def preempted(self) -> bool:
-        """True if the engine has taken them for somebody else, or is about to, and would give others."""
+        """True if the engine has preempted the machines, or is about to, and would give others."""
         return self.placement is not None and self.placement.preempted()
 
     def kill(self) -> None:
-        """End all that runs on them."""
+        """End all that runs on the machines."""
         if self.placement is not None:
             self.placement.cancel()
         self.placement = None
 
     def close(self) -> None:
-        """Give them back. May be called again, also after it was interrupted; ``open`` gets others."""
+        """Give the machines back. May be called again, also after an interrupt; ``open`` then gets others."""
         self._give_back()
 
     def _give_back(self) -> None:
-        """Give them back, and forget each only then: an interrupt must not leave one with nobody."""
+        """Give the machines back, and forget each only afterwards: after an interrupt, ``close`` must still find it."""
         self._leaving = True
         if self._heartbeats is not None:
             self._heartbeats.close()
@@ -269,7 +272,7 @@ class Machines(PlacedMachines):
 
 
 def _wait_for(placement: Placement, timeout: float, tell: Callable[[str], None]) -> None:
-    """Wait until the machines are there: for ``timeout`` seconds at most where they are not in a queue."""
+    """Wait until the machines are there: for ``timeout`` seconds at most, unless they are in a queue."""
     told, until = "", math.inf
     while state := placement.state():
         if state != told:
@@ -285,5 +288,5 @@ def _wait_for(placement: Placement, timeout: float, tell: Callable[[str], None])
 
 
 def say(text: str) -> None:
-    """Tell people what a call waits for."""
+    """Print a message, such as what a call waits for."""
     print(f"mlaunch: {text}", file=sys.stderr, flush=True)

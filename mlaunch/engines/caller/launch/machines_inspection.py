@@ -1,4 +1,4 @@
-"""Answers to ``mlaunch ps``, ``why`` and ``stacks`` here for a launch on other machines, whose agents are asked."""
+"""Answers to ``mlaunch ps``, ``why`` and ``stacks`` on this machine, for a launch on others, from their agents."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     from mlaunch.protocol.messages import AgentHears, AgentsEnd
 
 _ID_SHOWN = 8
-_PATIENCE = 3.0  # seconds for the machines to answer: a visitor waits for five
+_PATIENCE = 3.0  # seconds for the machines to answer: ``mlaunch ps`` waits for five
 
 
 @dataclass
 class _Asked:
     tell: Callable[[Mapping[str, Any]], None]
-    due: float  # when it is answered with what there is, in monotonic seconds
+    due: float  # when to answer with what has come, in monotonic seconds
     missing: set[int]  # numbers of the machines that have not answered
-    found: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # their ranks
-    features: Mapping[str, Any] = field(default_factory=dict)  # what the first machine says of them
+    found: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # the ranks of the machines that have
+    features: Mapping[str, Any] = field(default_factory=dict)  # the first machine's answers
 
 
 class MachinesInspection:
-    """The answers of one launch. They belong to the thread that hears the machines."""
+    """The answers of one launch. They belong to the thread that listens to the machines."""
 
     def __init__(self, spec: LaunchSpec, machines: Sequence[Machine]) -> None:
         self._spec = spec
@@ -51,53 +51,53 @@ class MachinesInspection:
         self._reception = Reception(self._environ, spec.launch_id)
 
     def open(self) -> None:
-        """Can be found from now on. Removes what callers have left that were killed: no fork server did it for them."""
-        with contextlib.suppress(OSError):  # a directory that is not ours: a launch needs no visitors
+        """Register the launch, so that ``mlaunch ps`` finds it, and remove entries of callers that were killed."""
+        with contextlib.suppress(OSError):  # the directory belongs to another user; a launch can do without
             for _, connection in registry.connections(self._environ):
                 connection.close()
         self._reception.open()
-        # A fork of the caller that stays would keep the launch listed after its end.
+        # A fork of the caller would keep the launch listed after its end.
         close_in_forks(self._reception)
 
     @property
     def due(self) -> float:
-        """When ``serve`` is to be called though nothing has come."""
+        """The time at which to call ``serve`` though nothing has come, in monotonic seconds."""
         return min((question.due for question in self._questions.values()), default=math.inf)
 
     @property
     def stopped_by(self) -> int | None:
-        """The process that has asked the launch to end; None: none has."""
+        """The process that has asked for the launch's end; None if none has."""
         return self._reception.stopped_by
 
     @property
     def launch(self) -> LaunchSpec:
-        """The launch that is looked at."""
+        """The launch that is inspected."""
         return self._spec
 
     def take_request(self) -> int | None:
-        """Return the process that asks for a stop at a step that the ranks agree on, once; None: none does."""
+        """Return, once, the process that asks for a stop at a step that the ranks agree on; None if none does."""
         request = self._reception.take_request()
         return request[1] if request is not None and request[0] == agreed_stop.NAME else None
 
     def end_request(self) -> None:
-        """Tell those who asked for it that the call has stopped, where the ranks stay."""
+        """Tell the processes that asked for the stop of a call on ranks that stay that the call is over."""
         self._reception.let_stoppers_go()
 
     def fds(self) -> list[int]:
-        """Return what is to be watched."""
+        """Return the descriptors to wait for."""
         return self._reception.fds()
 
     def serve(self, ready: Collection[int], there: Sequence[Machine]) -> None:
-        """Ask the machines that are ``there`` what visitors want to know; answer what has waited too long."""
+        """Pass visitors' questions to the machines that are ``there``; answer those that have waited too long."""
         for visitor, word in self._reception.take(ready):
             self.ask(word, there, functools.partial(answer, visitor))
-        for visitor, _, _ in self._reception.take_guests():  # who debugs
+        for visitor, _, _ in self._reception.take_guests():  # debuggers
             answer(visitor, {"refused": self._no_debugger()})
         for number in [number for number, one in self._questions.items() if time.monotonic() >= one.due]:
             self._finish(number)
 
     def _no_debugger(self) -> str:
-        """Return why nobody debugs ranks from here, in words."""
+        """Return in words why ranks cannot be debugged from here."""
         hosts = ", ".join(sorted({machine.host for machine in self._machines}))
         return (
             f"the ranks of {self._spec.call.name} were started by an engine on {hosts}, which mlaunch debug does not "
@@ -105,13 +105,13 @@ class MachinesInspection:
         )
 
     def obey(self, record: AgentHears, there: Sequence[Machine], launcher: AgentsEnd) -> bool:
-        """Tell the launch's handle what the record asks for; False if the record is about something else."""
+        """Send the launch's handle the answer to a record; False if the record asks for something else."""
         if isinstance(record, Question) and isinstance(record.about, bytes):
             self.ask(record.about, there, functools.partial(tell_launcher, launcher, record.number))
         return isinstance(record, Question)
 
     def ask(self, word: bytes, there: Sequence[Machine], tell: Callable[[Mapping[str, Any]], None]) -> None:
-        """Ask the machines that are ``there``; ``tell`` gets the status of all."""
+        """Ask the machines that are ``there``; ``tell`` receives the status of all."""
         self._asked += 1
         numbers = {machine.number for machine in there}
         self._questions[self._asked] = _Asked(tell, time.monotonic() + _PATIENCE, numbers)
@@ -119,13 +119,13 @@ class MachinesInspection:
             machine.stream.send(Question(self._asked, word))
 
     def take(self, machine: Machine, number: int, content: int) -> None:
-        """Take what a machine answers. ``content``: a file with its status in JSON; -1: none."""
+        """Receive a machine's answer. ``content``: a file with its status in JSON; -1: none."""
         question = self._questions.get(number)
-        if question is None:  # it came too late
+        if question is None:  # the answer came too late
             return
         question.missing.discard(machine.number)
         if content >= 0:
-            with open(os.dup(content), encoding="utf-8") as file, contextlib.suppress(ValueError):  # it was cut
+            with open(os.dup(content), encoding="utf-8") as file, contextlib.suppress(ValueError):  # the file was cut
                 file.seek(0)
                 status = json.load(file)
                 question.found[machine.number] = status["ranks"]
@@ -135,7 +135,7 @@ class MachinesInspection:
             self._finish(number)
 
     def close(self) -> None:
-        """Answer those who still wait; nobody finds the launch from now on."""
+        """Answer the visitors that still wait, and remove the launch from the registry."""
         for number in list(self._questions):
             self._finish(number)
         self._reception.close()

@@ -1,4 +1,4 @@
-"""The machines of a launch as those who agree on the step at which all of their ranks stop."""
+"""The machines of a launch as members that agree on the step at which all of their ranks stop."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _REASON = 100  # bytes
 
 
 class MachinesStop:
-    """Each machine's agent freezes its own ranks, and reminds and ends them if they do not stop.
+    """The agreement of a launch's machines. Each machine's agent freezes, reminds and at last ends its own ranks.
 
-    ``there``: the machines that have not ended, by descriptor; ``tell``: passes a record to the launch's handle;
-    ``inspection``: receives those who ask by ``mlaunch stop``.
+    ``there``: the machines that have not ended, by descriptor; ``tell``: sends a record to the launch's handle;
+    ``inspection``: receives the requests of ``mlaunch stop``.
     """
 
     def __init__(
@@ -47,26 +47,26 @@ class MachinesStop:
         self._call, self._reason, self._asked = 0, "", 0.0
 
     def begin_call(self, call: int) -> None:
-        """Begin a call on ranks that stay."""
+        """Note the start of a call on ranks that stay."""
         self._call, self._agreed = call, None
 
     def end_call(self) -> None:
-        """Tell those who asked for its stop that it is over."""
+        """Tell the processes that asked for the call's stop that it is over."""
         self._inspection.end_request()
         self._agreed = None
 
     def ask(self, reason: str, call: int, by: int | None = None) -> None:
-        """Begin to agree; to ask again changes nothing. ``by``: see ``AgreedStop.asked_by``."""
+        """Begin to agree on a step. A second request changes nothing. ``by``: see ``AgreedStop.asked_by``."""
         if self._agreed is None and call == self._call:
             self._reason, self._asked = reason, time.time()
             self._agreed = AgreedStop(self, time.monotonic, by)
             self._agreed.begin(self._terms.grace / 2)
 
     def serve(self) -> int | None:
-        """Take requests by ``mlaunch stop``, and the steps that are due.
+        """Handle requests of ``mlaunch stop``, and take the steps of the agreement that are due.
 
         Returns:
-            The process that wants the launch to end at once, or whose request no rank would notice; None: there is
+            The process that wants the launch to end at once, or whose request no rank would notice; None if there is
             none.
         """
         if (asked_by := self._inspection.take_request()) is not None:
@@ -78,7 +78,7 @@ class MachinesStop:
         return unused_by if self._inspection.stopped_by is None else self._inspection.stopped_by
 
     def take(self, machine: Machine, news: object) -> bool:
-        """Take in that a machine's ranks wait, or that a signal has come there which asks all ranks to stop.
+        """Handle news of a machine: its ranks wait, or a signal has come there that asks all ranks to stop.
 
         Returns:
             False if the news is for the launch's handle.
@@ -95,7 +95,7 @@ class MachinesStop:
     def due(self) -> float:
         return float("inf") if self._agreed is None else self._agreed.due
 
-    # Those who agree
+    # The machines as members
 
     def working(self) -> Collection[int]:
         return [machine.number for machine in self._there.values()]

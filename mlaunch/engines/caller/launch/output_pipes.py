@@ -1,4 +1,4 @@
-"""What ranks on other machines have printed, on its way into pipes that are read as those of ranks here are."""
+"""Output of ranks on other machines, on its way into pipes that are read like those of ranks on this machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from mlaunch.base.fds import ready
 
-# Beyond it machines wait, and their ranks with them, as a rank here waits at a pipe that is full.
+# Above it machines and their ranks wait, as a rank here waits at a full pipe.
 _LIMIT = 1 << 22  # bytes
 
 
@@ -18,14 +18,15 @@ class _Pipe:
     fd: int  # the writing end
     waiting: bytearray = field(default_factory=bytearray)
     written: int = 0  # bytes
-    dropped: int = 0  # bytes, since it took some last
+    dropped: int = 0  # bytes, since it last took some
     ended: bool = False  # nothing more comes
 
 
 class Backlog:
-    """The pipes by rank and stream. ``limit``: bytes that may wait in all before ``full``; None: it never is.
+    """The pipes by rank and stream. ``limit``: bytes that may wait in all pipes before ``full``; None: no limit.
 
-    Nobody waits then, and what comes above the limit is dropped: a line says so in its place, and how many bytes.
+    Without a limit no machine waits, and output that a pipe's share does not hold is dropped: a line in its place says how
+    many bytes.
     """
 
     def __init__(self) -> None:
@@ -34,25 +35,25 @@ class Backlog:
 
     @property
     def full(self) -> bool:
-        """True if machines must wait until people have read more."""
+        """True if machines must wait until more output was read."""
         return self.limit is not None and self._holds_more_than(self.limit)
 
     def _holds_more_than(self, size: int) -> bool:
         return sum(len(pipe.waiting) for pipe in self._pipes.values()) > size
 
     def open(self, rank: int, streams: Iterable[int]) -> list[int]:
-        """Make pipes for a rank's streams; return their reading ends, which the receiver owns."""
+        """Make pipes for a rank's streams. Return their reading ends, which the receiver owns."""
         readers = []
         for stream in streams:
             reader, writer = os.pipe()
-            # The thread must hear machines whatever people do with their terminal.
+            # The thread must listen to machines even if nobody reads the output.
             os.set_blocking(writer, False)
             self._pipes[rank, stream] = _Pipe(writer)
             readers.append(reader)
         return readers
 
     def add(self, rank: int, stream: int, data: bytes) -> None:
-        """Add what a rank has printed; b"": it will print no more."""
+        """Add output of a rank; b"": it will print no more."""
         pipe = self._pipes.get((rank, stream))
         if pipe is None:  # nobody reads it any more
             return
@@ -67,25 +68,25 @@ class Backlog:
         self._write(rank, stream)
 
     def end(self, ranks: Collection[int]) -> None:
-        """Note that these will print no more."""
+        """Note that these ranks will print no more."""
         for rank, stream in list(self._pipes):
             if rank in ranks:
                 self.add(rank, stream, b"")
 
     def wait(self, other: int) -> bool:
-        """Wait until a pipe takes more; True if another descriptor can be read."""
+        """Wait until a pipe takes more, or ``other`` can be read; True if it can."""
         return other in ready([other], self.blocked(), None)
 
     def ends(self) -> dict[tuple[int, int], int]:
-        """Return for each pipe where what has been added until now ends."""
+        """Return for each pipe the position at which its output ends now."""
         return {key: pipe.written + len(pipe.waiting) for key, pipe in self._pipes.items()}
 
     def is_past(self, ends: Mapping[tuple[int, int], int]) -> bool:
-        """True if all pipes have taken what ended there."""
+        """True if all pipes have taken the output up to these positions."""
         return all(self._pipes[key].written >= end for key, end in ends.items() if key in self._pipes)
 
     def blocked(self) -> list[int]:
-        """Return the descriptors that must take more before ``flush`` can go on."""
+        """Return the descriptors that must become writable before ``flush`` can write more."""
         return [pipe.fd for pipe in self._pipes.values() if pipe.waiting]
 
     def flush(self) -> None:
@@ -108,11 +109,11 @@ class Backlog:
             os.close(self._pipes.pop((rank, stream)).fd)
 
     def see_out(self, ranks: Collection[int], other: int, hear: Callable[[], bool]) -> None:
-        """Pass on what ranks printed last, to whose end its reader reads, and close.
+        """Write the ranks' last output, which its reader reads to the end, and close.
 
-        ``hear``: takes in what comes at ``other``; False: nobody reads any more.
+        ``hear``: reads what comes at ``other``; False: nobody reads the output any more.
         """
-        # After the launch's last word: a longer wait before that would hold up errors behind a slow reader. 300 MB of
+        # After the launch's last record: a longer wait before that would delay errors behind a slow reader. 300 MB of
         # four ranks arrived whole over ssh, mpirun and Slurm, at a reader that took two minutes for them.
         self.end(ranks)
         goes_on = True
@@ -123,7 +124,7 @@ class Backlog:
         self.close()
 
     def close(self) -> None:
-        """Close all; what nobody reads by now is dropped."""
+        """Close all pipes, and drop output that was not read."""
         for pipe in self._pipes.values():
             os.close(pipe.fd)
         self._pipes.clear()

@@ -1,8 +1,7 @@
-"""Heartbeats between a caller and its machines, and the other times at which it must act though nothing has come.
+"""Heartbeats between a caller and its machines, and the caller's other timeouts.
 
-The caller sends heartbeats, and machines that hear none leave. The end of a stream tells of a caller that ends, and of
-most that are killed. It does not tell of one whose machine lost its power or its network: no packet comes then, for
-hours if nobody asks.
+The caller sends heartbeats, and machines that receive none leave. When a caller ends, or is killed, its streams end. If
+its machine loses power or its network, they do not: no packet comes then, for hours unless somebody sends one.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ if TYPE_CHECKING:
 
 
 BEATS = 5  # heartbeats in the time after which a machine leaves, at least
-_LONGEST = 10.0  # seconds between two: they also tell of a machine that does not answer
-EndOf = Callable[[Machine], tuple[str, str]]  # what the engine knows of it, and what its member wrote last
+_LONGEST = 10.0  # seconds between two: they also show that a machine does not answer
+EndOf = Callable[[Machine], tuple[str, str]]  # why it ended, in the engine's words, and what its member wrote last
 _MISSED = 2.5  # heartbeats without an answer
 
 
@@ -33,7 +32,7 @@ def interval(heartbeat_timeout: float) -> float:
 
 
 class Heartbeats:
-    """A thread of the caller that sends them when they are due. The streams must outlive it."""
+    """A thread of the caller that sends heartbeats. The streams must outlive it."""
 
     def __init__(self, streams: Sequence[CallersStream], heartbeat: Heartbeat) -> None:
         self._streams = streams
@@ -46,7 +45,7 @@ class Heartbeats:
     def _run(self) -> None:
         while True:
             for stream in self._streams:
-                if stream.unsent:  # else what is on its way shows it, too
+                if stream.unsent:  # otherwise data on its way shows that the caller lives
                     stream.flush()
                 else:
                     stream.send(self._heartbeat)
@@ -54,7 +53,7 @@ class Heartbeats:
                 return
 
     def close(self) -> None:
-        """End the thread. May be called in a fork, which has no such thread."""
+        """End the thread. May also be called in a fork, which has no such thread."""
         self._closed.set()
         self._thread.join()
 
@@ -63,9 +62,9 @@ class Patience:
     """The time limits of one launch, in seconds.
 
     Args:
-        patience: To wait for a machine's ranks once another machine reports that machine lost.
-        deadline: After it, unread output no longer delays the launch; None: it does until the end.
-        heartbeat_timeout: The engine's, which says how often machines are asked for an answer; None: they are not.
+        patience: How long to wait for a machine that another machine has reported lost.
+        deadline: When unread output no longer delays the launch; None: it does until the end.
+        heartbeat_timeout: The engine's. It determines how often machines must answer; None: they need not.
     """
 
     def __init__(self, patience: float, deadline: float | None, heartbeat_timeout: float | None = None) -> None:
@@ -74,19 +73,19 @@ class Patience:
         self._lift_at = math.inf if deadline is None else time.monotonic() + deadline
         self._silence = math.inf if heartbeat_timeout is None else interval(heartbeat_timeout) * _MISSED
         self._look_at = time.monotonic() + self._silence
-        self._silent = set[int]()  # numbers of machines of which it was told
+        self._silent = set[int]()  # numbers of machines that were reported as silent
 
     def milliseconds(self, other: float) -> float | None:
-        """Return how long a poll may take, if something else is due at ``other``; None: for ever."""
+        """Return how many milliseconds a poll may take, if something else is due at ``other``; None: no limit."""
         due = min(self._give_up_at, self._lift_at, self._look_at, other)
         return None if due == math.inf else 1000 * max(0.0, due - time.monotonic())
 
     def begin_to_give_up(self) -> None:
-        """Note that others say that a machine is lost."""
+        """Note that a machine was reported lost by another one."""
         self._give_up_at = min(self._give_up_at, time.monotonic() + self._patience)
 
     def take_due(self) -> tuple[bool, bool]:
-        """Return whether to give up, and whether the deadline has passed; each is True once."""
+        """Return whether to give up now, and whether the deadline has passed; each is True only once."""
         now = time.monotonic()
         gives_up, lifts = now >= self._give_up_at, now >= self._lift_at
         self._give_up_at = math.inf if gives_up else self._give_up_at
@@ -94,7 +93,7 @@ class Patience:
         return gives_up, lifts
 
     def news(self, machines: Collection[Machine], end_of: EndOf) -> Iterator[PartSays]:
-        """Yield what is to be told of machines that do not answer any more, of each once until it does."""
+        """Yield news of machines that do not answer any more, once for each until it answers again."""
         if time.monotonic() < self._look_at:
             return
         self._look_at = time.monotonic() + self._silence
