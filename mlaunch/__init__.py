@@ -140,12 +140,12 @@ def __getattr__(name: str) -> Any:
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Brings ``%ranks`` and ``%%ranks`` into a notebook: ``%load_ext mlaunch``."""
+    """Add ``%ranks`` and ``%%ranks`` to a notebook. IPython calls it for ``%load_ext mlaunch``."""
     importlib.import_module("mlaunch.cells.kernel.magics").load(shell)
 
 
 def unload_ipython_extension(shell: Any) -> None:
-    """Ends the ranks of the magics, and takes these away: ``%unload_ext mlaunch``."""
+    """End the ranks of the magics, and remove the magics. IPython calls it for ``%unload_ext mlaunch``."""
     importlib.import_module("mlaunch.cells.kernel.magics").unload(shell)
 
 

@@ -1,4 +1,4 @@
-"""What a failed launch raises: the names that users catch, and what programs read of it."""
+"""The errors of a failed launch, for users to catch, and functions by which programs read them."""
 
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout, RankFailure, RanksLost, report_of
 from mlaunch.base.misuse import as_dict

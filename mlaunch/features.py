@@ -12,20 +12,20 @@ from mlaunch.base.frozen_record import frozen_record
 
 @frozen_record
 class Feature:
-    """A feature; a launch that has not asked for it imports nothing of it.
+    """A feature. A launch that does not ask for it imports none of its modules.
 
     Attributes:
         name: Its folder, and its section of a launch's spec.
-        options: Those that are its own. The first one names it in errors.
-        asks: True if these options, by name, ask for it.
-        one_call: Why it is for one blocking call with ranks of its own; "": it goes with all calls.
-        instead: What to do on ranks that were started without it; "": they have it anyway.
-        hooks: What of its files the core calls, beyond ``part`` in the caller: "rank.part" is ``part`` in ``rank.py``.
-            With "agent.part" its part in the agent is made with the launch, not by the first word for it.
-            ``core/parts.py`` has all. A test holds them to the files.
-        words: What may be asked of its part in the agent by whoever looks at a launch.
+        options: Its own options. The first one names it in errors.
+        asks: A function of the given options, by name: True if they ask for the feature.
+        one_call: Why it works only for one blocking call with ranks of its own; "": it works for all calls.
+        instead: The advice for ranks that were started without it; "": they have it anyway.
+        hooks: The functions of its files that the core calls, in addition to ``part`` in the caller: "rank.part" is
+            ``part`` in ``rank.py``. With "agent.part", its part in the agent is made with the launch, not by the first
+            record for it. ``core/parts.py`` lists all. A test compares them with the files.
+        words: The requests to its part in the agent that visitors of a launch may send.
         stands_in: Modules that its ``rank.py`` replaces as ranks import them (``rank/setup/interpreter.py``).
-        runs: Its files that run a function in a rank; a folder ends with a slash. What is below them in a stack is
+        runs: Its files that run a function in a rank; a folder ends with a slash. Frames below them in a stack are
             mlaunch's (``base/frames.py``).
     """
 
@@ -40,11 +40,11 @@ class Feature:
     runs: tuple[str, ...] = ()
 
 
-_STOP_GRACE = _STALL = 300.0  # seconds, unless the options say something else
+_STOP_GRACE = _STALL = 300.0  # seconds, by default
 
 
 def _never(_given: Mapping[str, Any]) -> bool:
-    """For what methods ask for, and no option."""
+    """Return False: methods ask for the feature, no option does."""
     return False
 
 
@@ -62,12 +62,12 @@ def _wants_stall(given: Mapping[str, Any]) -> bool:
 
 
 def _wants_debugger(given: Mapping[str, Any]) -> bool:
-    # An IDE that debugs this process may follow its children: ranks go there by themselves, if they know how.
+    # An IDE that debugs this process may follow its children: ranks connect to it by themselves, if they can.
     return bool(given["debug"]) or ("pydevd" in sys.modules and importlib.util.find_spec("mlaunch.debug") is not None)
 
 
 def _given(option: str) -> Callable[[Mapping[str, Any]], bool]:
-    """For what one option asks for."""
+    """Return a function for ``asks`` of a feature that one option asks for."""
     return lambda given: given[option] is not None
 
 
@@ -133,7 +133,7 @@ FEATURES = (
         _wants_debugger,
         hooks=("rank.part", "agent.welcome", "caller.adapt", "caller.handle", "rank.at_breakpoint"),
         runs=("rank/debugged_rank.py", "rank/ide.py"),
-    ),  # last: around nothing but the function
+    ),  # last: it surrounds only the function
 )
 OPTIONS = frozenset(name for feature in FEATURES for name in feature.options)
 

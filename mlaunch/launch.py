@@ -1,4 +1,4 @@
-"""``python -m mlaunch.launch``: as ``torch.distributed.launch``, which passes ``--local-rank=N`` to the script.
+"""``python -m mlaunch.launch``: like ``torch.distributed.launch``, it passes ``--local-rank=N`` to the script.
 
 The package's name ``launch`` is the function; importing this module gives that function as well.
 """

@@ -696,7 +696,7 @@ SLIPS = (
         "members of engines",
         "others_that_join",
         "engines/caller/launch/agents_of_machines.py",
-        "                self._send(Cancel(), but=machine)  # those that join would wait for it\n",
+        "                self._send(Cancel(), but=machine)  # machines that still join would wait for this one\n",
         "",
         ("contract/test_engine_calls.py::test_an_agent_that_is_killed_while_others_join_ends_the_call",),
         "ranks that run end by themselves",
@@ -862,7 +862,7 @@ SLIPS = (
         "decision_before_the_thaw",
         "agreed_stop/rank.py",
         "        with self._lock:\n            self._decided = call, look, reason\n"
-        "        # After the decision is there: a look that wakes without it would go on.\n        self.thaw(call)\n",
+        '        # After the decision is set: a look that wakes without it would return "".\n        self.thaw(call)\n',
         "        self.thaw(call)\n        with self._lock:\n            self._decided = call, look, reason\n",
         ("unit/test_agreed_stop.py::test_threads_in_place_of_ranks_stop_at_the_same_look",),
         "two lines change places",

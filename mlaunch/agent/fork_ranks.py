@@ -70,7 +70,7 @@ class EarlyWatch:
 
 @frozen_record
 class ForkContext:
-    """What forking needs besides the rank's number. ``owned``: descriptors that are not the ranks' business."""
+    """The facts that a fork of a rank needs, except its number. ``owned``: descriptors that ranks must not have."""
 
     spec: LaunchSpec
     rendezvous: tuple[str, int]

@@ -1,7 +1,7 @@
-"""What happens between a launch's calls, which a supervisor is given: the usual launch has one, and its ranks leave.
+"""The calls of a launch, which its supervisor drives: a normal launch has one, after which its ranks leave.
 
-``prepared.py`` waits for that call, ``many_calls.py`` has one after the other. The supervisor says what has come, the
-launch's state is there to act on (``launch_state.py``).
+``prepared.py`` waits for that call; ``many_calls.py`` runs one call after the other. The supervisor reports what has
+come, and these classes act on the launch's state (``launch_state.py``).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Calls:
         self._launch.launcher.try_send(record, rank.content.fds())
 
     def lose_rank(self) -> None:
-        """Make ready for the end of a rank to be told."""
+        """Prepare for the report that a rank has ended."""
 
     def all_answered(self) -> None:
-        """Act on there being no rank that works on the call. Called until it is ``released``."""
+        """Act once no rank works on the call any more. Called until the call is ``released``."""
         raise NotImplementedError
 
     def end(self, delay: float) -> None:
@@ -56,7 +56,7 @@ class Calls:
 
 
 class OneCall(Calls):
-    """The only one: its ranks leave after it."""
+    """The only call of a launch: its ranks leave after it."""
 
     def all_answered(self) -> None:
         """Let the ranks go: nobody is left who works with them."""

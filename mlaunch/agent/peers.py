@@ -90,7 +90,7 @@ class SharedFailure:
 
 @frozen_record
 class Joined:
-    """What came of joining. ``server``: of the gate and the launch's store, if this machine has it."""
+    """The result of joining. ``server``: the process with the gate and the launch's store, if this machine has it."""
 
     spec: LaunchSpec
     server: StoreProcess | None

@@ -153,7 +153,7 @@ class EnteredRequests(_AskedTogether):
 
 
 class NumberRequests(_AskedTogether):
-    """Which operations ranks have entered, while they may be inside one, where no call reaches them.
+    """The question which operations ranks have entered. It reaches ranks that are inside one, unlike a call.
 
     Attributes:
         told: By global rank, of those that have answered.

@@ -58,7 +58,7 @@ class Scene:
 
     @property
     def stacks(self) -> StackRequests:
-        """Asks ranks for their stacks by a signal; true while some have not answered."""
+        """The requests to ranks, by a signal, for their stacks; true while some have not answered."""
         return self._launch.stopping.asked
 
     def status(self) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""A stop in the agent: this machine's ranks agree on the step, are reminded of it at half time, and end at last.
+"""The agent's part of an agreed stop: its ranks agree on a step, get a notice at half time, and are ended at last.
 
     asked --agreed--> saving --all have returned--> over
       |                 |
       +---- half of the time: a notice ---- all of it: a failure, as a deadline that has passed
 
-An engine's caller agrees with all of its machines; this agent only freezes its ranks then, and reports. So it does
-where the gate agrees with machines that have a caller each.
+For an engine's machines, the caller runs the agreement, and this agent only freezes its ranks and reports. The same
+holds for machines with a caller each, for which the gate runs the agreement.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from mlaunch.protocol import failures
 if TYPE_CHECKING:
     from mlaunch.agent.scene import Scene
 
-ANSWER_TIMEOUT = 0.3  # seconds for ranks to tell how often they have looked
+ANSWER_TIMEOUT = 0.3  # seconds for ranks to report how often they have looked
 _NEVER = float("inf")
 
 
 @dataclass
 class RankMembers:
-    """The ranks of one call, as those who agree."""
+    """The ranks of one call, as the members that agree."""
 
     scene: Scene
     call: int = 0
@@ -66,24 +66,24 @@ class RankMembers:
 
 
 class StopRequest(AgentPart):
-    """The request to stop, on this machine, for the call that runs."""
+    """The request to stop the current call, on this machine."""
 
     def __init__(self, scene: Scene) -> None:
         self._scene, self._members, self._clock = scene, RankMembers(scene), scene.clock
         terms = terms_of(scene.sections)
         self._expected, self._grace = terms.expected, terms.grace
-        self._has_asked = False  # the other machines
+        self._has_asked = False  # it has asked the other machines
         self._asked_at = 0.0
         self._freeze: Freeze | None = None  # this machine's part
-        self._agreed: AgreedStop | None = None  # if it is all of it
+        self._agreed: AgreedStop | None = None  # the agreement, if this agent runs it
         self._looks: dict[int, int | None] = {}
         self._half_at = self._end_at = self._tell_at = _NEVER
         self._said = False
-        self._asked_by: int | None = None  # the process whose ``mlaunch stop`` is to know if nobody looks
+        self._asked_by: int | None = None  # the process whose ``mlaunch stop`` must learn if no rank looks
 
     @property
     def looks_for_answers(self) -> bool:
-        """True while the ranks of a call are to stop: only then is there something to remind them of."""
+        """True while the ranks of a call are asked to stop: only then it reminds them."""
         return self._freeze is not None and bool(self._members.reason)
 
     def due(self) -> list[float]:
@@ -91,7 +91,7 @@ class StopRequest(AgentPart):
         return [at for at in times if at < _NEVER]
 
     def hear(self, word: object, call: int, *_fds: int) -> None:
-        if call != self._scene.call:  # it is over, or ranks that stay have none
+        if call != self._scene.call:  # the call is over, or ranks that stay have none
             return
         if isinstance(word, AskToStop):
             self._ask(word.reason)
@@ -103,14 +103,14 @@ class StopRequest(AgentPart):
             self._freeze.thaw()
 
     def visited(self, pid: int) -> None:
-        """Ask for the process that has run ``mlaunch stop``."""
+        """Ask the ranks to stop, for the process that has run ``mlaunch stop``."""
         if not self._members.working():
             self._give_up(pid)
         else:
             self._ask("asked", None if self._expected else pid)
 
     def _ask(self, reason: str, by: int | None = None) -> None:
-        """Ask the ranks; to ask again changes nothing."""
+        """Ask the ranks to stop. A second request changes nothing."""
         if self._scene.machines_agree:
             if not self._has_asked:
                 self._has_asked, self._asked_by = True, by
@@ -121,7 +121,7 @@ class StopRequest(AgentPart):
             self._agreed.begin(self._grace / 2)
 
     def hear_machines(self, word: object) -> None:
-        """Do what the gate wants, as all machines have to agree."""
+        """Follow an order of the gate, which runs the agreement of all machines."""
         if isinstance(word, NobodyLooks):
             if self._asked_by is not None:
                 self._give_up(self._asked_by)
@@ -168,7 +168,7 @@ class StopRequest(AgentPart):
                 self._give_up(agreed.asked_by)
 
     def _give_up(self, asked_by: int) -> None:
-        """End the launch, as no rank looks."""
+        """End the launch, because no rank calls ``stopping()``."""
         self.over()
         self._scene.fail(failures.from_stop(asked_by), whole=True)
 
@@ -181,7 +181,7 @@ class StopRequest(AgentPart):
             self._scene.ask(rank, TellLooks(self._members.call), self._looks.__setitem__)
 
     def _tell(self) -> None:
-        """Say why ranks still work: to the caller at half time, and as they are ended at last."""
+        """Report why ranks still work: to the caller at half time, and as the failure that ends them at last."""
         self._tell_at = _NEVER
         working = self._members.working()
         look = self._freeze.look if self._freeze is not None else None
@@ -206,11 +206,11 @@ part = StopRequest
 
 
 def why_not(look: int | None, looks: Mapping[int, int | None]) -> str:
-    """Return what is known of ranks that still work, in words.
+    """Return in words why ranks still work.
 
     Args:
-        look: Where all were to stop; None: they have not agreed.
-        looks: How often each has asked ``mlaunch.stopping()``; None: its control thread does not answer.
+        look: The look at which all should stop; None: they have not agreed.
+        looks: How often each rank has called ``mlaunch.stopping()``; None: its control thread does not answer.
     """
     silent = [rank for rank, count in looks.items() if count is None]
     counts = {rank: count for rank, count in looks.items() if count is not None}

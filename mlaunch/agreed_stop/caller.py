@@ -1,4 +1,4 @@
-"""A stop as its caller asks for it: by signals to this process (``stop_on``), by ``Ranks.stop`` and the like."""
+"""The caller's part of an agreed stop: signals to this process (``stop_on``), ``Ranks.stop`` and similar requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class StopPart(CallerPart):
-    """Asks all attempts of a call, also one that begins after the signal, which is then the last."""
+    """The requests to all attempts of a call; one that begins after the signal gets it, too, and is the last."""
 
     def __init__(self, options: Options) -> None:
         given = options.stop_on
@@ -29,14 +29,14 @@ class StopPart(CallerPart):
         self.section = StopTerms(options.stop_grace, self._numbers)
         self._before: dict[int, Any] = {}
         self._tell: Callable[[object], None] | None = None
-        self._reason = ""  # why; "": nobody has asked
+        self._reason = ""  # "": nobody has asked
 
     @property
     def is_last(self) -> bool:
         return bool(self._reason)
 
     def around(self) -> StopPart:
-        """Take the signals over, whatever they did before."""
+        """Return this object, a context manager that handles the signals instead of the handlers before."""
         return self
 
     def __enter__(self) -> None:
@@ -52,7 +52,7 @@ class StopPart(CallerPart):
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: one that C code has set
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: C code had set a handler
 
     def _take(self, number: int, _frame: FrameType | None) -> None:
         if not self._reason:
@@ -77,12 +77,12 @@ class TakesWords(Protocol):
 
 
 def ask_to_stop(launch: TakesWords, reason: str) -> None:
-    """Ask the ranks to stop at a step that they agree on, as soon as there are any."""
+    """Ask the ranks to stop at a step that they agree on, as soon as there are ranks."""
     launch.tell_part(NAME, AskToStop(reason))
 
 
 def noted(news: object, name: str) -> Note:
-    """Return what a launch of this name notes of its agent's news."""
+    """Return the note that a launch of this name makes of its agent's news."""
     if isinstance(news, StopAgreed):
         return Note(facts={"stopped": Stopped(news.reason, news.asked, news.look)})
     if isinstance(news, StopOverdue):

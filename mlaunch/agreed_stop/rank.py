@@ -1,12 +1,12 @@
-"""``mlaunch.stopping``: True if the ranks are to stop, with the same answer at the same look on every rank.
+"""``mlaunch.stopping``: the reason if the ranks must stop, with the same answer at the same look on every rank.
 
     main thread      look: count -> is it frozen? --no--> go on
                                          \\--yes--> wait for the decision
     control thread   freeze -> tell the count ... stop at the highest count of all ranks, plus one
 
-The count comes before the question whether it is frozen, here, and after the freeze there: a rank either waits for the
-decision, or its look is among those that the decision counts. So no rank is past the step at which all stop. (As
-TSL's preemption sync manager does it.)
+The main thread counts before it checks for the freeze; the control thread freezes before it reads the count. So either
+the rank waits for the decision, or its look is among those that the decision counts, and no rank is past the step at
+which all stop. (TSL's preemption sync manager does the same.)
 """
 
 from __future__ import annotations
@@ -19,26 +19,25 @@ from mlaunch.protocol import this_rank
 
 
 class StopPoint:
-    """How often this rank has looked in its present call, and where it is to stop."""
+    """The count of this rank's looks in its present call, and the look at which it must stop."""
 
     def __init__(self) -> None:
-        # A signal handler in a look may take it once more. Used in place of the condition, of whose Python an exception
-        # from outside might come into the middle, and leave it taken.
+        # Reentrant: a signal handler may look during a look. Not the condition's own methods: an asynchronous exception
+        # in their Python code could leave the lock taken.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._call = this_rank.call
         self._looks = 0
-        self._alert = False  # there is something to be known at a look
+        self._alert = False  # a look must do more than count
         self._frozen = -1  # the call whose looks wait for a decision; -1: none
         self._decided = (-1, 0, "")  # the call, the look at which it stops, the reason
 
     def look(self) -> str:
-        """Count a look; return the reason to stop, "" for none."""
+        """Count a look. Return the reason to stop; "" if there is none."""
         with self._lock:
             self._take_call()
             self._looks += 1
-            # One look at a flag: it is asked at each step of a training loop, and mostly there is nothing to be
-            # known.
+            # Only a test of a flag in most cases: training loops call it at each step.
             return self._known() if self._alert else ""
 
     def _known(self) -> str:
@@ -48,13 +47,13 @@ class StopPoint:
         return reason if call == self._call and self._looks >= look else ""
 
     def _take_call(self) -> None:
-        """Count from zero in another call, on a rank that stays. A request may have come before its call."""
+        """Count from zero if another call runs on a rank that stays. The request for it may have come before."""
         if self._call != this_rank.call:
             self._call, self._looks = this_rank.call, 0
             self._note()
 
     def freeze(self, call: int) -> int:
-        """Make looks in this call wait for a decision, and return how many there were."""
+        """Make looks in this call wait for a decision. Return how many there were."""
         with self._lock:
             self._take_call()
             self._frozen = call
@@ -68,14 +67,14 @@ class StopPoint:
             self._note()
 
     def stop_at(self, call: int, look: int, reason: str) -> None:
-        """Take the decision."""
+        """Note the decision, and wake a look that waits for it."""
         with self._lock:
             self._decided = call, look, reason
-        # After the decision is there: a look that wakes without it would go on.
+        # After the decision is set: a look that wakes without it would return "".
         self.thaw(call)
 
     def looks(self, call: int | None = None) -> int:
-        """Return how often this rank has looked in that call; None: the present one."""
+        """Return how often this rank has looked in a call; None: the present one."""
         with self._lock:
             self._take_call()
             return self._looks if call in {None, self._call} else 0
@@ -89,7 +88,7 @@ _point = StopPoint()  # of this rank
 
 
 def _renew() -> None:
-    """Start from zero in a fork of a rank, which nobody asks to stop. Someone may hold the old lock for ever."""
+    """Start from zero in a fork of a rank, which nobody asks to stop. Another thread may have held the old lock."""
     global _point  # noqa: PLW0603 - a fact about this process
     _point = StopPoint()
 
@@ -98,12 +97,12 @@ in_forks(_renew)
 
 
 def answer(about: FreezeLooks | TellLooks) -> int:
-    """Return how often this rank has looked, in the control thread."""
+    """Return how often this rank has looked. Called in the control thread."""
     return _point.freeze(about.call) if isinstance(about, FreezeLooks) else _point.looks(about.call)
 
 
 def hear(word: ThawLooks | StopAtLook) -> None:
-    """Take a decision, or that there is none, in the control thread."""
+    """Handle a decision, or the end of the freeze without one. Called in the control thread."""
     if isinstance(word, StopAtLook):
         _point.stop_at(word.call, word.look, word.reason)
     else:
@@ -116,13 +115,13 @@ def turns() -> int:
 
 
 def stopping() -> str:
-    """Return the reason if this run is to stop, such as "TERM" or "asked", which is true; else "".
+    """Return the reason if this run must stop, such as "TERM" or "asked", which is true; else "".
 
-    Call it once per step on every rank. All ranks get the same answer at the same call of it: not the moment at which a
-    signal comes counts, but the step that the ranks have agreed on. It enters no collective, and takes a fraction of a
-    microsecond. Save then, and return.
+    Call it once per step on every rank. If it returns a reason, save and return. All ranks get the same answer at the
+    same call of it: it depends on the step that the ranks have agreed on, not on the moment at which a signal comes. It
+    enters no collective, and takes a fraction of a microsecond.
 
-    In a process that is no rank of a launch it returns "".
+    In a process that is not a rank of a launch it returns "".
 
     Example:
         >>> @launcher(n_gpus=4, stop_on="TERM,USR1", stop_grace=600)

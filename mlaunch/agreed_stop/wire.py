@@ -1,21 +1,21 @@
-"""What the processes of a launch say of a stop, and how members, ranks or machines, agree on its step.
+"""The messages about a stop, and how members (ranks or machines) agree on its step.
 
     none --ask--> freezing --all have told their counts--> agreed: the highest count, plus one
                      |  ^
-                one does not tell: all go on, and are asked again
+                one does not answer: all continue, and are asked again
 
-A member that cannot answer (C code holds its interpreter lock, a debugger holds it) does not hold up the others for
-longer than they are frozen at a time; from half of the whole time on they agree without it.
+A member that cannot answer (C code holds its interpreter lock, or a debugger has stopped it) delays the others only for
+one round of freezing at a time; after half of the whole time they agree without it.
 
-Who says what (a word to an agent is about one call, which the record around it names):
+The messages (one to an agent is about one call, which the record around it names):
 
 caller -> agent    AskToStop
-caller -> agent    FreezeRanks, ThawRanks, StopRanks      (an engine's caller, who agrees with all machines)
+caller -> agent    FreezeRanks, ThawRanks, StopRanks      (from an engine's caller, which runs the agreement)
 agent -> caller    RanksFrozen                            (to such a caller)
 agent -> caller    StopAgreed, StopOverdue
 agent -> rank      FreezeLooks, TellLooks                 (questions, answered with a count)
 agent -> rank      ThawLooks, StopAtLook
-agent -> gate      AskAll, RanksFrozen                    (of machines with a caller each: the gate agrees with them)
+agent -> gate      AskAll, RanksFrozen                    (machines with a caller each: the gate runs the agreement)
 gate -> agent      FreezeRanks, ThawRanks, StopRanks, NobodyLooks
 """
 
@@ -31,11 +31,11 @@ NAME = "agreed_stop"  # of this feature
 
 @frozen_record
 class StopTerms:
-    """What a launch's options say of a stop: the feature's section of its spec.
+    """A launch's options about a stop: the feature's section of its spec.
 
     Attributes:
-        grace: Seconds in which ranks stop when they are asked to.
-        signals: Those that ask for it, of the caller (``stop_on=``).
+        grace: Seconds in which ranks must stop when they are asked to.
+        signals: The caller's signals that ask for it (``stop_on=``).
     """
 
     grace: float = 300.0
@@ -48,24 +48,24 @@ class StopTerms:
 
 
 def terms_of(sections: Mapping[str, object]) -> StopTerms:
-    """Return what a launch with these sections says; the usual terms where its options say nothing."""
+    """Return the terms in a launch's sections; the default terms if there are none."""
     return cast(StopTerms, sections.get(NAME)) or StopTerms()
 
 
 @frozen_record
 class AskToStop:
-    """Asks the ranks to stop at a step that they agree on. ``reason``: what ``stopping()`` returns."""
+    """A request to the ranks to stop at a step that they agree on. ``reason``: what ``stopping()`` returns."""
 
     reason: str
 
 
 @frozen_record
 class AskAll:
-    """Asks the ranks of all machines to stop.
+    """A request to the ranks of all machines to stop.
 
     Attributes:
         patience: Seconds after which machines that cannot answer are left out.
-        unsure: True if nobody knows whether ranks call ``stopping()``. If none has, ``NobodyLooks`` is the answer.
+        unsure: True if it is not known whether ranks call ``stopping()``. If none has, the answer is ``NobodyLooks``.
     """
 
     reason: str
@@ -75,19 +75,19 @@ class AskAll:
 
 @frozen_record
 class NobodyLooks:
-    """No rank of any machine has called ``stopping()``."""
+    """The answer that no rank of any machine has called ``stopping()``."""
 
 
 @frozen_record
 class FreezeRanks:
-    """Makes the ranks' next looks wait, and asks how many there were. ``reason``: why they are to stop."""
+    """An order to make the ranks' next looks wait, and to report the counts. ``reason``: why they must stop."""
 
     reason: str
 
 
 @frozen_record
 class RanksFrozen:
-    """All of a machine's ranks that still work wait at their next look. ``looks``: the most that one has had."""
+    """News that all working ranks of a machine wait at their next look. ``looks``: the largest count of a rank."""
 
     call: int
     looks: int
@@ -95,12 +95,12 @@ class RanksFrozen:
 
 @frozen_record
 class ThawRanks:
-    """Tells them to go on: a machine has not answered, and is asked again."""
+    """An order to the ranks to continue: a machine has not answered, and will be asked again."""
 
 
 @frozen_record
 class StopRanks:
-    """Says at which look the ranks of all machines stop."""
+    """An order to stop: the look at which the ranks of all machines stop."""
 
     look: int
     reason: str
@@ -108,7 +108,7 @@ class StopRanks:
 
 @frozen_record
 class StopAgreed:
-    """The ranks stop at their look of this number. ``asked``: when that was asked for, in seconds of the epoch."""
+    """News that the ranks stop at a look, by number. ``asked``: when that was asked for, in seconds of the epoch."""
 
     reason: str
     asked: float
@@ -117,7 +117,7 @@ class StopAgreed:
 
 @frozen_record
 class StopOverdue:
-    """Half of the time to stop is over, and ranks go on: why, for people. ``left``: seconds that remain."""
+    """A notice that half of the time is over and ranks still work, and why, in words. ``left``: seconds left."""
 
     why: str
     seconds: float
@@ -126,28 +126,28 @@ class StopOverdue:
 
 @frozen_record
 class FreezeLooks:
-    """Makes the rank's next look in this call (``mlaunch.stopping``) wait, and asks how many there were."""
+    """An order to make the rank's next look in this call (``mlaunch.stopping``) wait, and to report the count."""
 
     call: int
 
 
 @frozen_record
 class TellLooks:
-    """Asks how many looks there were in this call."""
+    """A question how many looks there were in this call."""
 
     call: int
 
 
 @frozen_record
 class ThawLooks:
-    """Tells a look that waits to go on: there is no decision."""
+    """An order to a look that waits to return: there is no decision."""
 
     call: int
 
 
 @frozen_record
 class StopAtLook:
-    """Says at which look of this call all ranks stop."""
+    """The decision: the look of this call at which all ranks stop."""
 
     call: int
     look: int
@@ -156,54 +156,54 @@ class StopAtLook:
 
 StopOrder = FreezeRanks | ThawRanks | StopRanks | NobodyLooks  # of the gate
 
-ANSWER_TIMEOUT = 1.0  # seconds for all to tell their counts: those that have told them may wait as long
-PAUSE = 1.0  # seconds in which they go on before they are asked again
+ANSWER_TIMEOUT = 1.0  # seconds for all members to report their counts; members that have done so wait as long
+PAUSE = 1.0  # seconds for which members continue before they are asked again
 _MOST_LOOKS = 1 << 53
 
 
 def is_look(said: object) -> TypeGuard[int]:
-    """True if what another machine says can be a number of looks."""
-    return type(said) is int and 0 <= said <= _MOST_LOOKS  # not isinstance(), by which JSON's true is one
+    """True if a value from another machine can be a number of looks."""
+    return type(said) is int and 0 <= said <= _MOST_LOOKS  # not isinstance(), which accepts JSON's true
 
 
 class Members(Protocol):
-    """Those that have to agree, by number."""
+    """The members that have to agree, by number."""
 
     def working(self) -> Collection[int]:
-        """Return those that have not ended."""
+        """Return the members that have not ended."""
 
     def freeze(self, member: int) -> None:
-        """Make its looks wait, and ask for its count."""
+        """Make the member's looks wait, and ask for its count."""
 
     def thaw(self, member: int) -> None:
-        """Tell it to go on."""
+        """Let the member continue."""
 
     def stop_at(self, member: int, look: int) -> None:
-        """Tell it where to stop, so that it continues until then."""
+        """Send the member the look at which it stops; it continues until then."""
 
 
 class Freeze:
-    """Members that are asked to wait. ``look``: where they stop, once that is known."""
+    """The members that are asked to wait. ``look``: the look at which they stop, once it is known."""
 
     def __init__(self, members: Members) -> None:
         self._members = members
-        self._asked: set[int] = set()  # who has not answered
+        self._asked: set[int] = set()  # members that have not answered
         self._open = False
-        self.counts: dict[int, int] = {}  # by those who wait
+        self.counts: dict[int, int] = {}  # by members that wait
         self.look: int | None = None
 
     @property
     def all_wait(self) -> bool:
-        """True if all who work wait; also if nobody works any more."""
+        """True if all working members wait; also if none works any more."""
         return self._open and all(member in self.counts for member in self._members.working())
 
     @property
     def complete(self) -> bool:
-        """True if all who work wait, and somebody does."""
+        """True if all working members wait, and at least one does."""
         return bool(self.counts) and self.all_wait
 
     def begin(self) -> None:
-        """Freeze all. One that has not answered yet is not asked twice."""
+        """Freeze all members. A member that has not answered yet is not asked twice."""
         self._open = True
         for member in self._members.working():
             if member not in self._asked:
@@ -211,7 +211,7 @@ class Freeze:
                 self._members.freeze(member)
 
     def take(self, member: int, looks: int) -> None:
-        """Take a count. A member that answers too late gets what the others have come to."""
+        """Note a member's count. A member that answers too late receives the others' result at once."""
         self._asked.discard(member)
         if self.look is not None:
             self._members.stop_at(member, self.look)
@@ -221,24 +221,24 @@ class Freeze:
             self._members.thaw(member)
 
     def thaw(self) -> None:
-        """Tell all who wait to go on."""
+        """Let all members that wait continue."""
         frozen, self.counts, self._open = list(self.counts), {}, False
         for member in frozen:
             self._members.thaw(member)
 
     def stop_at(self, look: int) -> None:
-        """Tell all where to stop."""
+        """Send all members the look at which they stop."""
         self.look = look
         for member in self._members.working():
             self._members.stop_at(member, look)
 
 
 class AgreedStop:
-    """How members come to agree: the same for ranks in their agent, and for machines in an engine's caller or the gate.
+    """The agreement of members: of ranks in their agent, or of machines in an engine's caller or the gate.
 
     Attributes:
-        asked_by: Who is to know if nobody calls ``stopping()``; None: the options say that ranks do.
-        unused: True if nobody does. The members go on then, and do not stop.
+        asked_by: The process that must learn if no rank calls ``stopping()``; None: the options say that ranks do.
+        unused: True if no rank does. The members then continue, and do not stop.
     """
 
     def __init__(self, members: Members, clock: Callable[[], float], asked_by: int | None = None) -> None:
@@ -251,16 +251,16 @@ class AgreedStop:
 
     @property
     def look(self) -> int | None:
-        """Where all stop; None: that is not agreed."""
+        """The look at which all stop; None if it is not agreed yet."""
         return self.freeze.look
 
     @property
     def due(self) -> float:
-        """When the next step is due, on the clock; infinity: never."""
+        """The time of the next step, on the clock; infinity: never."""
         return min(self._round_ends, self._next_at)
 
     def begin(self, patience: float) -> None:
-        """Begin. ``patience``: seconds after which those who cannot answer are left out."""
+        """Begin the agreement. ``patience``: seconds after which members that cannot answer are left out."""
         self._without_at = self._clock() + patience
         self._begin_round()
 
@@ -269,7 +269,7 @@ class AgreedStop:
         self.freeze.begin()
 
     def take_steps(self) -> bool:
-        """Take the steps that are due; True once: all have agreed, or nobody looks (``unused``)."""
+        """Take the steps that are due. Return True once, when all have agreed or no rank looks (``unused``)."""
         now, counts = self._clock(), self.freeze.counts
         if self.due == float("inf"):
             return False
@@ -279,7 +279,7 @@ class AgreedStop:
         if self.unused:
             self.freeze.thaw()
         elif self.freeze.complete or (now >= self._round_ends and now >= self._without_at and counts):
-            # Plus one: the rank with the highest count has that look behind it, and has gone on.
+            # Plus one: the rank with the highest count may be past that look.
             self.freeze.stop_at(max(counts.values()) + 1)
         else:
             self._go_on(now)
@@ -288,9 +288,9 @@ class AgreedStop:
         return True
 
     def _go_on(self, now: float) -> None:
-        """End a round in which not all have answered, and begin the next one after a pause."""
+        """End a round in which not all members have answered, and begin the next one after a pause."""
         if now >= self._round_ends:
-            # Those that wait are at work again meanwhile: a rank that cannot answer costs the others half of the time
+            # Members that wait work during the pause, so a rank that cannot answer costs the others half of their time
             # at most.
             self.freeze.thaw()
             self._round_ends, self._next_at = float("inf"), now + PAUSE

@@ -1,4 +1,4 @@
-"""Whose code a stack frame runs: the launcher's own, a library's, or the user's."""
+"""The owner of a stack frame's code: mlaunch, a library, or the user."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _Function = TypeVar("_Function")
 
 
 class _Shape(NamedTuple):
-    """What the methods ask of a class.
+    """The facts about a class that the methods use.
 
     ``by_name``: what may be given by name, by how many are given by position; ``filled``: how many values there are.
     """
@@ -129,7 +129,7 @@ def _signature_of(cls: type) -> Signature:
 
 
 class _Signature:
-    """Tells ``inspect`` what the class takes."""
+    """A descriptor for ``__signature__``, by which ``inspect`` learns what the class takes."""
 
     def __get__(self, instance: object, owner: type) -> Signature:
         if instance is None:

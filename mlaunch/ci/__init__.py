@@ -1,1 +1,1 @@
-"""What a CI service shows of a failure. Today GitHub Actions; others read JUnit's file."""
+"""Failures on the pages of a CI service: GitHub Actions. Other services read JUnit's file."""

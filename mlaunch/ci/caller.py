@@ -1,6 +1,6 @@
-"""What GitHub Actions shows of a failure beside a line of code: commands in the log of a job.
+"""Commands in the log of a job, by which GitHub Actions shows a failure beside a line of code.
 
-They begin a line, on either stream; what is in them is escaped as GitHub documents it ("Workflow commands").
+A command begins a line, on either stream. Its text is escaped as GitHub documents it ("Workflow commands").
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def is_asked() -> bool:
 
 
 def error_command(title: str, message: str, places: Iterable[tuple[str, int]]) -> str:
-    """Return the line that has GitHub show an error, beside the first of these places that is in the checkout.
+    """Return the command that shows an error beside the first of these places that is in the checkout.
 
     Args:
-        title: What is shown in bold type, and not in the log.
-        message: One or several lines.
+        title: The heading, in bold type; it is not in the log.
+        message: One or more lines.
         places: Files and lines, the innermost call first.
     """
     shown = {**_in_checkout(places), "title": first_bytes(without_escapes(title), _LONGEST_TITLE)}
@@ -36,10 +36,10 @@ def error_command(title: str, message: str, places: Iterable[tuple[str, int]]) -
 
 
 def of_launch(failure: Mapping[str, Any]) -> str:
-    """Return the same for a launch. ``failure``: as ``LaunchError.as_dict`` has it."""
+    """Return the command for a launch. ``failure``: as ``LaunchError.as_dict`` returns it."""
     kind = failure["exception"]["type"] if failure["exception"] else failure["kind"].replace("_", " ")
     rank = "" if failure["rank"] is None else f"rank {failure['rank']} of "
-    # Less the traceback, which stands above in the log.
+    # Without the traceback, which is above in the log.
     cause, _, rest = failure["text"].partition("\n\n")
     others = textwrap.dedent(rest.partition("meanwhile:\n")[2])
     title = f"{rank}{failure['function'] or 'mlaunch'}: {kind}"
@@ -47,7 +47,7 @@ def of_launch(failure: Mapping[str, Any]) -> str:
 
 
 def places_of(frames: Iterable[Mapping[str, Any]] | None) -> list[tuple[str, int]]:
-    """Return the places of a failure's frames that are in the user's own files."""
+    """Return the places of a failure's frames in the user's own files."""
     return [(frame["file"], frame["line"]) for frame in frames or () if not frame["library"]]
 
 

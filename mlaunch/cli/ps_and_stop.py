@@ -117,7 +117,10 @@ def _entry(launch: Mapping[str, Any]) -> str:
 
 
 def _origin(launch: Mapping[str, Any]) -> str:
-    """Says what has called, where, and what runs now on ranks that stay: "train.py in /home/me: runs step()"."""
+    """Return the calling program, its directory, and the current call on ranks that stay.
+
+    For example "train.py in /home/me: runs step()".
+    """
     runs = f": runs {launch['call']}" if launch.get("call") else ""
     return f"{launch['source'] or 'a process'} in {launch['cwd']}{runs}"
 
@@ -127,7 +130,7 @@ def _each(ranks: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, str, str]]
 
 
 def _where(rank: Mapping[str, Any]) -> str:
-    """Says on which device it is, and where it was bound: "cuda:5, node 1, CPUs 24-47"."""
+    """Return a rank's device, and the place to which it is bound: "cuda:5, node 1, CPUs 24-47"."""
     return ", ".join(text for text in (place_of_rank(rank), rank.get("place")) if text)
 
 

@@ -1,4 +1,4 @@
-"""What of a text nobody else should read: values of secret variables, logins, and what looks like a token."""
+"""Removal of secrets from a text: values of secret variables, logins, and strings that look like tokens."""
 
 from __future__ import annotations
 

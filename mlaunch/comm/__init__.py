@@ -1,10 +1,10 @@
-"""What code inside a rank calls: who am I, wait for each other, exchange objects, average numbers.
+"""Functions for code inside a rank: get its number, wait for the others, exchange objects, average numbers.
 
-The names and arguments are those of detectron2's ``utils.comm``; where the original hurt, the behaviour is better and
-the docstring says so. Works in ranks of mlaunch, of torchrun, in any process group, and without one (a world of one).
+The names and arguments are those of detectron2's ``utils.comm``. Where the behaviour is better than the original's, the
+docstring says so. Works in ranks of mlaunch, of torchrun, in any process group, and without one (a world of one).
 
-*Collective* functions must be called by every rank of the group, in the same order, or the callers wait for those that
-do not call, until the group's timeout.
+Every rank of the group must call *collective* functions, in the same order. Otherwise the ranks that call wait for the
+others until the group's timeout.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def is_main_process() -> bool:
 
 
 def create_local_process_group(num_workers_per_machine: int | None = None) -> None:
-    """Make the group of each machine's ranks. Collective; each rank gets its own machine's. A second call is free.
+    """Make the group of each machine's ranks. Collective; each rank gets its own machine's. A second call does nothing.
 
     Ranks of mlaunch need it only on several machines, where ``mlaunch.launch`` calls it.
 
@@ -104,11 +104,11 @@ def synchronize(timeout: float | None = None) -> None:
 def all_gather(data: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return every rank's object, by rank, on every rank. Collective for ``group`` (None: all ranks).
 
-    Objects travel over the CPU, each at its own size; tensors of an accelerator arrive on the CPU. A rank's own place
-    in the list holds the very object that it passed.
+    Objects are sent over the CPU, each at its own size; tensors of an accelerator arrive on the CPU. A rank's own place
+    in the list holds the same object that it passed.
 
     Raises:
-        TypeError: What a rank passed cannot be pickled. On every rank.
+        TypeError: A rank passed an object that cannot be pickled. Raised on every rank.
     """
     return [data] if _alone(group) else exchange.gather_everywhere(data, group, "all_gather()")
 
@@ -118,7 +118,7 @@ def gather(data: T, dst: int = 0, group: dist.ProcessGroup | None = None) -> lis
 
     Raises:
         ValueError: ``group`` has no rank ``dst``.
-        TypeError: What a rank passed cannot be pickled. On every rank.
+        TypeError: A rank passed an object that cannot be pickled. Raised on every rank.
     """
     _check_rank("dst", dst, group)
     return [data] if _alone(group) else exchange.gather_at(data, dst, group, "gather()")
@@ -127,11 +127,11 @@ def gather(data: T, dst: int = 0, group: dist.ProcessGroup | None = None) -> lis
 def broadcast_object(data: T, src: int = 0, group: dist.ProcessGroup | None = None) -> T:
     """Return the object of rank ``src`` (counted within ``group``), on every rank. Collective for ``group``.
 
-    What the other ranks pass is ignored.
+    The objects of the other ranks are ignored.
 
     Raises:
         ValueError: ``group`` has no rank ``src``.
-        TypeError: It cannot be pickled. On every rank.
+        TypeError: The object cannot be pickled. Raised on every rank.
     """
     _check_rank("src", src, group)
     return data if _alone(group) else exchange.broadcast(data, src, group, "broadcast_object()")
@@ -182,10 +182,10 @@ def all_reduce_mean(value: float, group: dist.ProcessGroup | None = None) -> flo
 
 @contextlib.contextmanager
 def main_process_first() -> Iterator[bool]:
-    """Run the block on rank 0 first, and on the others once it has ended. Collective.
+    """Run the block on rank 0 first, and on the other ranks once it has ended. Collective.
 
-    For what is prepared once and then found in a cache: a download, a tokenised data set. The value of the ``with``
-    statement is True on rank 0.
+    Use it for data that is prepared once and then found in a cache: a download, a tokenised data set. The value of the
+    ``with`` statement is True on rank 0.
 
     Raises:
         RuntimeError: (on the others) the block failed on rank 0, where it raises what it raises.

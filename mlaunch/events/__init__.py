@@ -1,1 +1,1 @@
-"""``events=``: what a launch does, told to programs as it happens."""
+"""``events=``: events of a launch, sent to programs as they happen."""

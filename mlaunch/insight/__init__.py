@@ -1,1 +1,1 @@
-"""What ranks do right now: ``mlaunch why``, ``stacks``, ``ps --watch``, and ``stall=``, which reports by itself."""
+"""Inspection of running ranks: ``mlaunch why``, ``stacks``, ``ps --watch``, and ``stall=``, which reports by itself."""

@@ -1,4 +1,4 @@
-"""What ``mlaunch doctor`` says of nodes."""
+"""The findings of ``mlaunch doctor`` about NUMA nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlaunch.numa.wire import NumaOrder, PciDevice
 
 
 def findings(root: str = ROOT) -> Iterator[tuple[bool, str]]:
-    """Yield what ``mlaunch doctor`` says, and whether that is as it should be: what ``numa="node"`` would do here."""
+    """Yield whether a finding is good, and its text: what ``numa="node"`` would do here."""
     topology = Topology(root, os.sched_getaffinity(0))
     if not topology.nodes:
         yield False, "this system does not say which CPUs are near which device, so numa= binds nothing"

@@ -1,4 +1,4 @@
-"""On a machine of an engine, whose devices its caller does not know."""
+"""The part of ``numa=`` on a machine of an engine, whose devices the caller does not know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the parts of ``numa=`` send each other."""
+"""The messages between the parts of ``numa=``."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class PciDevice:
 
     Attributes:
         runtime: "cuda" or "rocm".
-        address: On the PCI bus, as /sys/bus/pci/devices has it: "0000:dc:00.0".
+        address: Its address on the PCI bus, as in /sys/bus/pci/devices: "0000:dc:00.0".
         names: Its UUID and those of its MIG instances, as far as they are known.
-        model: What sets it apart from devices of another kind.
+        model: Its model; devices of another kind have another one.
     """
 
     runtime: str
@@ -26,14 +26,14 @@ class PciDevice:
 
 @frozen_record
 class NumaOrder:
-    """How to bind the ranks of a machine.
+    """An order to bind the ranks of a machine.
 
     Attributes:
         mode: One of ``MODES``, or CPUs by local rank: "0-7;8-15".
         memory: "preferred", "bind" or None.
         asked: The option as the user gave it.
-        devices: The machine's, in the order in which their runtime counts them.
-        allowed: The CPUs that the caller may use; none: it is on another machine.
+        devices: The machine's devices, in the order of their runtime.
+        allowed: The CPUs that the caller may use; none: the caller is on another machine.
         root: Where its /sys is.
     """
 

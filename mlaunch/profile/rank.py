@@ -1,4 +1,4 @@
-"""A rank of which torch's profiler records some steps of one call."""
+"""A rank that torch's profiler records for some steps of one call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ProfiledRank(RankPart):
         self._order, self._rank = order, rank
 
     def around_call(self) -> contextlib.AbstractContextManager[None]:
-        """Return what profiles the steps that are wanted of this rank, if any are."""
+        """Return a context manager that profiles this rank's steps, if the order names this rank."""
         wanted = self._order.wants(self._rank)
         return StepProfile(self._order, self._rank) if wanted else contextlib.nullcontext()
 
@@ -40,21 +40,20 @@ def part(section: ProfileOrder, rank: int) -> ProfiledRank:
 class StepProfile:
     """The profile of a rank's steps, held while the function runs.
 
-    A step ends with a turn of ``mlaunch.progress``, or with ``mlaunch.step()``.
-
-    Once ``step`` was called, turns do not count. A profiler that fails is reported and dropped, and the run continues.
+    A step ends with a turn of ``mlaunch.progress``, or with ``mlaunch.step()``. Once ``step`` was called, turns do not
+    count. If the profiler fails, that is reported, and the run continues without it.
     """
 
     def __init__(self, order: ProfileOrder, rank: int) -> None:
         self._order, self._rank = order, rank
         self._turns_count = True
         self._profile: profiler.profile | None = None
-        self._asked_to_end: Any = signal.SIG_DFL  # what the signal does without us
+        self._asked_to_end: Any = signal.SIG_DFL  # what the signal does otherwise
 
     def __enter__(self) -> None:
         self._try(self._begin)
         self._asked_to_end = _signal.getsignal(signal.SIGTERM)
-        # Another rank's failure ends this one. Where it waits for that, its wait fails, and then this is called.
+        # Another rank's failure ends this one with this signal.
         if self._profile is not None and self._asked_to_end == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._write_and_end)
         # Through its slot, since progress() is imported by users and must not import torch's profiler.
@@ -67,7 +66,7 @@ class StepProfile:
             signal.signal(signal.SIGTERM, self._asked_to_end)
 
     def _write_and_end(self, number: int, _frame: FrameType | None) -> None:
-        """End as the signal does, once what was recorded is written."""
+        """Write what was recorded, and then end as the signal does."""
         self._end()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
@@ -78,7 +77,7 @@ class StepProfile:
             self._count()
 
     def step(self) -> None:
-        """Count a step that the function has named."""
+        """Count a step that the function has marked by ``mlaunch.step()``."""
         self._turns_count = False
         self._count()
 
@@ -101,19 +100,19 @@ class StepProfile:
             self._end()
 
     def _end(self) -> None:
-        # Taken out first: stop() writes the file, and while that fails a user's step may come here again.
+        # Removed first: stop() writes the file, and a user's step may come here again meanwhile.
         running, self._profile = self._profile, None
         if running is not None:
             self._try(running.stop)
 
     def _at(self, step: int) -> profiler.ProfilerAction:
-        """Return what the profiler does in a step: it gets ready in the one before the first."""
+        """Return the profiler's action in a step: it warms up in the step before the first."""
         from torch.profiler import ProfilerAction
 
         first, last = self._order.first, self._order.last
         if first <= step < last:
             return ProfilerAction.RECORD_AND_SAVE if step == last - 1 else ProfilerAction.RECORD
-        # CUPTI takes its time as it begins, which would count as the first step's.
+        # CUPTI's start takes time, which would count as the first step's.
         return ProfilerAction.WARMUP if step == first - 1 else ProfilerAction.NONE
 
     def _note_begin(self) -> None:
@@ -123,15 +122,15 @@ class StepProfile:
 
     def _write(self, recorded: profiler.profile) -> None:
         directory, name = os.path.split(self._order.part_of(self._rank))
-        # Not by its path: who may rename beside the trace could have put a directory of his in the way.
+        # Not by its path: a user who may rename files beside the trace could have put another directory there.
         with this_users_directory(directory) as fd:
             recorded.export_chrome_trace(f"/proc/self/fd/{fd}/{name}")
 
     def _try(self, act: Callable[[], None]) -> None:
         try:
             act()
-        except Exception as error:  # of torch's, of CUPTI's, of a full disk: the run is worth more
+        except Exception as error:  # torch's, CUPTI's, or of a full disk: the run must continue
             self._profile = None
-            # No warning: a user's filter may make an exception of it, in the middle of his loop.
+            # No warning: a user's filter may turn it into an exception.
             what = f"{type(error).__name__}: {error}"
             print(f"mlaunch: rank {self._rank} is not profiled: {what}", file=sys.stderr, flush=True)

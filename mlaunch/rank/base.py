@@ -48,7 +48,7 @@ _EXIT_TEXT = 8192  # bytes of what sys.exit is given
 
 @frozen_record
 class RankArgs:
-    """What a rank gets from its agent: its place, where the others are, the channels back."""
+    """The arguments that a rank gets from its agent: its place, where the others are, the channels to the agent."""
 
     spec: LaunchSpec
     local_rank: int

@@ -1,1 +1,1 @@
-"""Which rank is slow: ``slow=``, and what ``mlaunch why`` and ``mlaunch ps --watch`` say of a run that continues."""
+"""The search for slow ranks: ``slow=``, and lines of ``mlaunch why`` and ``mlaunch ps --watch``."""

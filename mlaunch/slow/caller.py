@@ -1,4 +1,4 @@
-"""What ``slow=`` asks for, and what its user sees of it."""
+"""The caller's part of ``slow=``: its terms, and the note that its user sees."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlaunch.slow.wire import SlowRanks, SlowTerms
 if TYPE_CHECKING:
     from mlaunch.core.parts import Spell
 
-SECONDS = 30.0  # for which ranks are slow before the user sees it
+SECONDS = 30.0  # for which ranks must be slow before the user sees it
 EVERY = 2.0  # seconds between two comparisons
 
 
@@ -29,7 +29,7 @@ def part(options: Any, _spell: Spell) -> SlowPart:
 
 
 def noted(news: object, name: str) -> Note:
-    """Return what a launch of this name notes of what its agent says."""
+    """Return the note that a launch of this name makes of its agent's news."""
     if isinstance(news, SlowRanks):
         facts = {"ranks": list(news.ranks), "last": news.last, "seconds": news.seconds, "share": news.share,
                  "since": news.since}  # fmt: skip

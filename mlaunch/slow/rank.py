@@ -4,8 +4,8 @@
                     each 4th step of DistributedDataParallel: what that has measured -------> closed
     control thread  answers the agent with what was closed since the last time
 
-On CPUs only: what a device does, ``Work.wait`` does not wait for. DistributedDataParallel's C++ begins and awaits its
-collectives where nothing of Python's comes by, and keeps times of its own, also of a device.
+Only on CPUs: ``Work.wait`` does not wait for a device's work. DistributedDataParallel begins and awaits its collectives
+in C++, out of Python's sight, but measures times of its own, also of a device.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from mlaunch.torch_parts import model_times, operations, process_groups
 
 Method = Callable[..., Any]
 
-_MOST = 4096  # operations that a lane keeps until somebody asks for them
-_FEW = 1024  # operations whose end nobody has waited for, before they are forgotten
-_STEPS = 4  # of a model, of which one is measured: to read what it has measured takes some 0.1 ms
-_LONG = 0.05  # seconds that a step takes, from which on each is measured
-# In these not all wait for all: who gives is out first, who takes is out last.
+_MOST = 4096  # operations that a lane keeps until the agent asks for them
+_FEW = 1024  # operations that nobody has waited for, before finished ones are dropped
+_STEPS = 4  # one of so many steps of a model is measured: reading its times takes about 0.1 ms
+_LONG = 0.05  # seconds of a step; if steps take longer, each is measured
+# In these, not all wait for all: the sender leaves first, the receiver last.
 _ONE_SIDED = {"broadcast", "reduce", "gather", "gather_single", "gather_into_tensor", "scatter"}
 
 
 class OwnLane:
-    """What all members number alike. ``members``: their global ranks."""
+    """A rank's record of operations that all members number in the same way. ``members``: their global ranks."""
 
     __slots__ = ("closed", "known", "members", "number")
 
@@ -48,19 +48,19 @@ class OwnLane:
             del self.closed[: _MOST // 2]
 
     def take(self) -> Waits:
-        """Return what was closed since the last time. For the control thread."""
+        """Return the operations that were closed since the last time. For the control thread."""
         taken, self.closed = self.closed, []
         return Waits(self.members, array("q", [row[0] for row in taken]), array("d", [row[1] for row in taken]))
 
 
 class WaitLog:
-    """What this rank waits for. ``lanes``: by the names that all members know."""
+    """The record of this rank's waits. ``lanes``: by the names that all members know."""
 
     def __init__(self) -> None:
         self.lanes: dict[str, OwnLane] = {}
         self.waited = 0.0  # seconds, in all
         self._by_group: dict[int, OwnLane] = {}  # by id
-        self._open: dict[int, tuple[weakref.ref[Any], OwnLane, int]] = {}  # by id of the work, which is not kept
+        self._open: dict[int, tuple[weakref.ref[Any], OwnLane, int]] = {}  # by id of the work; not kept alive
         self._told = time.monotonic(), 0.0
 
     def begun(self, group: Any, work: Any) -> None:
@@ -75,7 +75,7 @@ class WaitLog:
             self._open[id(work)] = weakref.ref(work), lane, lane.number
 
     def spend(self, wait: Method, *args: Any, **kwargs: Any) -> Any:
-        """Wait for others, and note for how long."""
+        """Call ``wait``, which waits for other ranks, and note how long it took."""
         since = time.monotonic()
         try:
             return wait(*args, **kwargs)
@@ -83,7 +83,7 @@ class WaitLog:
             self.waited += time.monotonic() - since
 
     def await_end(self, wait: Method, work: Any, *args: Any, **kwargs: Any) -> Any:
-        """Wait for the end of an operation, and note for how long."""
+        """Call ``wait``, which waits for the end of an operation, and note how long it took."""
         since = time.monotonic()
         done = wait(work, *args, **kwargs)
         waited = time.monotonic() - since
@@ -94,13 +94,13 @@ class WaitLog:
         return done
 
     def take(self) -> WaitsOfRank:
-        """Return what it has waited for since the last time. For the control thread."""
+        """Return this rank's waits since the last time. For the control thread."""
         (since, before), now, waited = self._told, time.monotonic(), self.waited
         self._told = now, waited
         return WaitsOfRank(now - since, waited - before, {name: lane.take() for name, lane in [*self.lanes.items()]})
 
     def _lane_of(self, group: Any) -> OwnLane:
-        """Return the lane of a group; of one that torch does not know, one that nobody sees."""
+        """Return the lane of a group. For a group that torch does not know, it is one that is never reported."""
         import torch.distributed as dist
 
         try:
@@ -114,7 +114,7 @@ class WaitLog:
 
 
 class ModelLog:
-    """What DistributedDataParallel measures of its steps: a lane for each model."""
+    """The times that DistributedDataParallel measures of its steps: a lane for each model."""
 
     def __init__(self, log: WaitLog) -> None:
         self._log = log
@@ -122,7 +122,7 @@ class ModelLog:
         self._models: dict[int, Model] = {}  # by id of the logger
 
     def made(self, reducer: Any, args: tuple[Any, ...]) -> None:
-        """Note that the reducer of a model's gradients is there."""
+        """Note that the reducer of a model's gradients was made."""
         import torch.distributed as dist
 
         group = model_times.group_of(args)
@@ -130,19 +130,19 @@ class ModelLog:
         self._log.lanes[f"model {len(self._of_reducer)} of {process_groups.name_of(group)}"] = lane
 
     def given(self, reducer: Any, args: tuple[Any, ...]) -> None:
-        """Note which logger reads what the reducer measures, and have it measure more often."""
+        """Note which logger reads the reducer's times, and make the reducer measure more often."""
         if (lane := self._of_reducer.get(id(reducer))) is not None:
             self._models[id(args[0])] = Model(self._log, lane, weakref.ref(reducer))
             model_times.measure(reducer, _STEPS)
 
     def step(self, logger: Any, _args: tuple[Any, ...]) -> None:
-        """Note that a step begins: the one before it was measured, if it was its turn."""
+        """Note that a step begins, and read the times of the step before it, if that one was measured."""
         if (model := self._models.get(id(logger))) is not None:
             model.step(logger)
 
 
 class Model:
-    """The steps of one model. ``reducer``: returns what measures them, if it is still there."""
+    """The steps of one model. ``reducer``: returns the object that measures them, or None once it is gone."""
 
     def __init__(self, log: WaitLog, lane: OwnLane, reducer: Callable[[], Any]) -> None:
         self._log, self._lane, self._reducer = log, lane, reducer
@@ -164,7 +164,7 @@ class Model:
         told = model_times.latest(logger)
         if told is not None and told[0] > self._latest:
             number, waited = told
-            # The steps between are taken to be like this one.
+            # It counts the steps between as equal to this one.
             self._log.waited += waited * min(number - self._latest, self._every)
             self._latest = number
             self._lane.close(number, waited)
@@ -175,7 +175,7 @@ class WaitingRank(RankPart):
 
     @contextlib.contextmanager
     def around_call(self) -> Iterator[None]:
-        """Record what the rank waits for while the function runs."""
+        """Record the rank's waits while the function runs."""
         log = WaitLog()
         with contextlib.ExitStack() as stack:
             stack.callback(_present.clear)
@@ -194,7 +194,7 @@ def part(_section: SlowTerms, _rank: int) -> WaitingRank:
 
 
 def answer(_about: TellWaits) -> WaitsOfRank | None:
-    """Tell the agent what this rank has waited for since the last time; None: its function does not run."""
+    """Return this rank's waits since the last time, for the agent; None if its function does not run."""
     return next((log.take() for log in _present[:1]), None)
 
 
@@ -228,7 +228,7 @@ def _time_models(log: WaitLog, stack: contextlib.ExitStack) -> None:
 
 
 def _and_then(note: model_times.Noted) -> Callable[[Method], Method]:
-    """Return what makes a method that calls ``note`` afterwards, with the object and the arguments."""
+    """Return a decorator for methods that then call ``note`` afterwards, with the object and the arguments."""
 
     def make(method: Method) -> Method:
         def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -242,7 +242,7 @@ def _and_then(note: model_times.Noted) -> Callable[[Method], Method]:
 
 
 def _replace(owner: Any, name: str, make: Callable[[Method], Method], stack: contextlib.ExitStack) -> None:
-    """Replace a method, or a module's function, until the stack is left."""
+    """Replace a method, or a module's function, until the stack is closed."""
     if (before := vars(owner).get(name)) is not None:
         operations.replace(owner, name, lambda begin, _: make(begin), "")
         stack.callback(setattr, owner, name, before)

@@ -1,7 +1,7 @@
-"""What the parts that look for slow ranks send each other.
+"""The messages between the parts that look for slow ranks.
 
-Over several machines each agent sends what its ranks have waited for to the agent of rank 0, which compares all, and
-sends the others what came of it (``agent/other_machines.py``).
+On several machines, each agent sends the waits of its ranks to the agent of rank 0, which compares all and sends the
+others the result (``agent/other_machines.py``).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ NAME = "slow"
 
 @frozen_record
 class SlowTerms:
-    """From what on ranks are slow.
+    """The terms by which ranks count as slow.
 
     Attributes:
-        share: Of the others' time, which they wait for them.
-        seconds: For which they do, before the user sees it.
+        share: The share of their time for which the others must wait for them.
+        seconds: For how long they must do so before the user sees it.
         every: Seconds between two comparisons.
     """
 
@@ -31,17 +31,17 @@ class SlowTerms:
 
 @frozen_record
 class TellWaits:
-    """agent -> rank: what have you waited for since the last time?"""
+    """agent -> rank: the question how long it has waited since the last time."""
 
 
 @frozen_record
 class Waits:
-    """How long a rank has waited in the collectives of one group, or the steps of one model: members number them alike.
+    """A rank's waits in the collectives of one group, or the steps of one model; members number them in the same way.
 
     Attributes:
         members: Global ranks.
-        numbers: Of the operations; some may be left out.
-        waits: Seconds that it waited in each.
+        numbers: The numbers of the operations; some may be left out.
+        waits: The seconds that the rank has waited in each.
     """
 
     members: tuple[int, ...]
@@ -51,12 +51,12 @@ class Waits:
 
 @frozen_record
 class WaitsOfRank:
-    """rank -> agent: what it has waited for since the last time.
+    """rank -> agent: its waits since the last time.
 
     Attributes:
         elapsed: Seconds since then, on its own clock.
-        waited: In how many of them it waited for others.
-        lanes: In what, by names that all members know.
+        waited: How many of them it waited for others.
+        lanes: The waits by lane, by names that all members know.
     """
 
     elapsed: float
@@ -70,11 +70,11 @@ class SlowRanks:
 
     Attributes:
         ranks: Global ranks.
-        last: In which share of the collectives they were last, from 0 to 1.
-        seconds: By which the others waited longer in each, on average.
-        share: Of the others' time, which that was, from 0 to 1.
-        since: Seconds of the epoch.
-        text: All of it, for people.
+        last: The share of the collectives in which they were last, from 0 to 1.
+        seconds: By how much the others waited longer in each, on average.
+        share: The share of the others' time that this was, from 0 to 1.
+        since: When it began, in seconds of the epoch.
+        text: All of this in words.
     """
 
     ranks: tuple[int, ...]

@@ -1,1 +1,1 @@
-"""What mlaunch takes of torch beyond its documentation: each thing in a module that knows what holds without it."""
+"""The undocumented parts of torch that mlaunch uses: each in a module that knows what to do without it."""

@@ -1,4 +1,4 @@
-"""The device that ``torch.set_default_device`` has set, if somebody has: torch documents none that tells "nobody"."""
+"""The device of ``torch.set_default_device``, if it was called: no documented function of torch tells that."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ if TYPE_CHECKING:
 
 
 def lacks() -> str:
-    """Return what this torch has not, and what follows; "" if it has all."""
+    """Return what this torch lacks, and the consequence; "" if it lacks nothing."""
     import torch
 
-    module = getattr(torch.utils, "_device", None)  # torch imports it when somebody sets one
+    module = getattr(torch.utils, "_device", None)  # torch imports it when a default device is set
     if module is None or hasattr(module, "CURRENT_DEVICE"):
         return ""
     return "torch.utils._device.CURRENT_DEVICE: a default device of the CPU that a caller has set is not its ranks'"
 
 
 def that_was_set() -> torch.device | None:
-    """Return it; None: nobody has set one, or, where a torch does not tell, it is the CPU."""
+    """Return the default device; None if none was set. If this torch does not tell, None for the CPU, too."""
     import torch
 
     module = getattr(torch.utils, "_device", None)

@@ -1,7 +1,7 @@
-"""The time limits of process groups: of those to come, and of those that there are.
+"""The time limits of process groups: of future groups, and of existing ones.
 
-torch documents ``set_timeout`` from 2.14 on. Before, some backends have ``_set_default_timeout``, which NCCL's new one
-has not. Which limit a group has, no documented name says. Where a torch has neither, limits stay as they are.
+torch documents ``set_timeout`` from 2.14 on. Before that, some backends have ``_set_default_timeout``; NCCL's new one
+does not. No documented name tells which limit a group has. If a torch has neither function, limits stay as they are.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 
 from mlaunch.torch_parts import lacking, process_groups
 
-_DEFAULTS = ("default_pg_timeout", "default_pg_nccl_timeout")  # torch's, of groups that are made without one
+_DEFAULTS = ("default_pg_timeout", "default_pg_nccl_timeout")  # torch's, for groups that are made without a limit
 
 
 def lacks() -> str:
-    """Return what this torch has not, and what follows; "" if it has all."""
+    """Return what this torch lacks, and the consequence; "" if it lacks nothing."""
     from torch.distributed import distributed_c10d
 
     if not any(hasattr(distributed_c10d, name) for name in _DEFAULTS):
@@ -36,19 +36,19 @@ _NEITHER = (
 
 
 def lift(limit: timedelta) -> None:
-    """Give groups to come this limit, unless they are made with one."""
+    """Set the limit of future groups that are made without one."""
     import torch.distributed.distributed_c10d as dist
 
-    # Asked for by name: which of the two there are depends on the release.
+    # By name: which of the two exist depends on the release.
     for name in _DEFAULTS:
         if getattr(dist, name, None) is not None:
             setattr(dist, name, limit)
 
 
 class HeldLimits:
-    """Limits of groups, which somebody who debugs lifts for operations that begin meanwhile.
+    """The limits of groups, which are raised during debugging for operations that begin meanwhile.
 
-    They are asked of each group's backends, and of torch for groups to come. What has begun keeps its own.
+    They are set on each group's backends, and in torch for future groups. Operations that have begun keep their limits.
     """
 
     def __init__(self) -> None:
@@ -56,16 +56,16 @@ class HeldLimits:
         self._to_come: dict[str, Any] = {}
 
     def hold(self, limit: timedelta) -> None:
-        """Put ``limit`` in the place of all. Called by the control thread."""
+        """Replace all limits by ``limit``. Called by the control thread."""
         import torch.distributed.distributed_c10d as dist
 
-        # A second request would take the lifted limits for those of before.
+        # A second request would take the raised limits for the original ones.
         if self._before or self._to_come:
             return
         self._to_come = {name: found for name in _DEFAULTS if (found := getattr(dist, name, None)) is not None}
         lift(limit)
         for group in process_groups.everyone():
-            with contextlib.suppress(Exception):  # a group just destroyed
+            with contextlib.suppress(Exception):  # the group was just destroyed
                 for backend, _ in process_groups.backends(group):
                     self._hold_one(backend, limit)
 
@@ -74,13 +74,13 @@ class HeldLimits:
         if put is None:
             lacking.tell(_NEITHER)
             return
-        with contextlib.suppress(Exception):  # a backend that knows no limit
+        with contextlib.suppress(Exception):  # the backend has no limit
             before = backend.options._timeout
             put(limit)
             self._before.append((put, before))
 
     def give_back(self) -> None:
-        """Set them as they were."""
+        """Restore the limits from before ``hold``."""
         import torch.distributed.distributed_c10d as dist
 
         for name, limit in self._to_come.items():

@@ -1,6 +1,6 @@
-"""What DistributedDataParallel measures of its steps, in C++: how long its collectives have taken, and its computing.
+"""The times that DistributedDataParallel measures in C++: how long its collectives and its computing have taken.
 
-A reducer measures every Nth step, and a logger tells of the latest. torch reads them for its own log, each hundredth
+A reducer measures every Nth step, and a logger returns the latest. torch reads them for its own log, every hundredth
 step. On a device they are measured by its events.
 """
 
@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-_GROUP = 3  # among what a reducer is made of
+_GROUP = 3  # the index of the process group among a reducer's arguments
 _NEEDS = (
     ("Reducer", "_set_ddp_runtime_logging_sample_rate"), ("Reducer", "set_logger"),
     ("Logger", "_get_ddp_logging_data"), ("Logger", "set_runtime_stats_and_log"),
 )  # fmt: skip
 
-Noted = Callable[[Any, tuple[Any, ...]], object]  # gets the object whose method was called, and the arguments
+Noted = Callable[[Any, tuple[Any, ...]], object]  # called with the object whose method was called, and the arguments
 
 
 def lacks() -> str:
-    """Return what this torch has not, and what follows; "" if it has all."""
+    """Return what this torch lacks, and the consequence; "" if it lacks nothing."""
     from torch._C import _distributed_c10d as c10d
 
     gone = [f"{kind}.{name}" for kind, name in _NEEDS if not hasattr(getattr(c10d, kind, None), name)]
@@ -27,7 +27,7 @@ def lacks() -> str:
 
 
 def places(made: Noted, given: Noted, step: Noted) -> list[tuple[Any, str, Noted]]:
-    """Return classes and their methods after which to call these: a reducer is made, gets its logger, begins a step."""
+    """Return the methods after which to call each: a reducer is made, gets its logger, or begins a step."""
     from torch._C import _distributed_c10d as c10d
 
     if lacks():
@@ -37,18 +37,20 @@ def places(made: Noted, given: Noted, step: Noted) -> list[tuple[Any, str, Noted
 
 
 def group_of(arguments: tuple[Any, ...]) -> Any:
-    """Return the process group of a reducer, which was made of these."""
+    """Return the process group of a reducer that was made with these arguments."""
     return arguments[_GROUP]
 
 
 def measure(reducer: Any, every: int) -> None:
-    """Have it measure so many steps' last, and the first ten."""
+    """Make a reducer measure every ``every``-th step, and the first ten."""
     reducer._set_ddp_runtime_logging_sample_rate(every)
 
 
 def latest(logger: Any) -> tuple[int, float] | None:
-    """Return the number of the step that was measured last, and for how many seconds it waited for others' gradients
-    after it had computed its own; None: none was."""
+    """Return the last measured step and the seconds that it waited for others' gradients; None if none was measured.
+
+    The wait begins when the rank has computed its own gradients.
+    """
     told = logger._get_ddp_logging_data().ints_map
     spent, hidden = told.get("backward_comm_time", 0), told.get("backward_compute_comm_overlap_time", 0)
     return (told.get("iteration", 0), (spent - hidden) / 1e9) if spent >= hidden > 0 else None

@@ -1,13 +1,13 @@
-"""Our own watch of the operations that this rank begins in its process groups, and of what its threads wait for.
+"""mlaunch's watch of the operations that this rank begins in its process groups, and for which its threads wait.
 
     ProcessGroup.allreduce, ... --counted, noted as begun--> Work --noted as awaited--> Work.wait
 
-torch numbers operations, too, but gloo's numbers count messages, other backends number nothing, and none says which
-operation a thread waits for. C++ begins collectives that do not pass here (DistributedDataParallel's), so where a
-backend numbers its collectives, its number counts, less what is known to be no collective.
+torch numbers operations, too, but gloo's numbers count messages, other backends number nothing, and none tells which
+operation a thread waits for. C++ begins collectives that are not seen here (DistributedDataParallel's), so if a
+backend numbers its collectives, its number is used, less the operations that are known not to be collectives.
 
-The methods that we replace are torch's own affair. Where a torch has not those that matter, nothing is watched: nobody
-can tell whether a message was begun, nor which operation a thread waits for.
+The methods that mlaunch replaces are internal to torch. If a torch lacks those that matter, nothing is watched: then it
+is not known whether a message was begun, or which operation a thread waits for.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 
 from mlaunch.torch_parts import process_groups
 
-ANY = -1  # in place of a rank: whoever sends first
+ANY = -1  # instead of a rank: any sender
 
-# By torch's internal names, those of the functions that users call.
+# By torch's internal names, the names of the functions that users call.
 COLLECTIVES = {
     "allreduce": "all_reduce", "allreduce_coalesced": "all_reduce_coalesced", "broadcast": "broadcast",
     "reduce": "reduce", "allgather": "all_gather", "_allgather_base": "all_gather_into_tensor",
@@ -34,16 +34,16 @@ COLLECTIVES = {
     "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor", "alltoall": "all_to_all",
     "alltoall_base": "all_to_all_single", "all_to_all_single": "all_to_all_single", "barrier": "barrier",
 }  # fmt: skip
-_VITAL = ("allreduce", "send", "recv")  # without these a torch has its methods under other names
+_VITAL = ("allreduce", "send", "recv")  # a torch without these has other names for its methods
 _MESSAGES = {"send": "send", "recv": "recv", "recv_anysource": "recv"}
 _MEETINGS = {"_new_process_group_helper", "init_process_group", "_new_group_with_tag"}
 _C10D = "distributed_c10d.py"
-_FEW = 1024  # operations whose end nobody has waited for, before dead ones are dropped
+_FEW = 1024  # operations that nobody has waited for, before dead ones are dropped
 _DEEPEST = 100  # frames, as faulthandler shows
 
 
 class Tally:
-    """What was begun with one backend of a group. ``sent``, ``received``: how many messages, by rank in the group."""
+    """The operations begun with one backend of a group. ``sent``, ``received``: numbers of messages, by rank in it."""
 
     __slots__ = ("begun", "held", "latest", "messages", "received", "sent", "skipped")
 
@@ -53,12 +53,12 @@ class Tally:
         self.messages = 0
         self.sent: dict[int, int] = {}
         self.received: dict[int, int] = {}
-        self.skipped = 0  # what its backend has counted for collectives and messages beyond one for each
-        self.held: int | None = None  # the number, while the backend's own runs ahead within one collective
+        self.skipped = 0  # what its backend has counted beyond one for each collective and message
+        self.held: int | None = None  # the number, while the backend's own runs ahead during one collective
 
 
 class _Group:
-    """The numbers of a group; most have one backend. ``by_device``: else."""
+    """The numbers of a group. Most groups have one backend; ``by_device``: those of groups with several."""
 
     __slots__ = ("by_device", "known", "numbers")
 
@@ -74,11 +74,11 @@ class _Group:
         return self.numbers if not self.by_device else self.by_device.get(device_of(args), self.numbers)
 
 
-# (name, numbers, number of the collective, peer in the group, tag); not the group, which it would keep
+# (name, numbers, number of the collective, peer in the group, tag); not the group, which this would keep alive
 Begun = tuple[str, Tally, int, "int | None", int]
 
-_groups: dict[int, _Group] = {}  # by id, since a lookup in a WeakKeyDictionary takes as long as all the rest
-_begins: dict[int, Begun] = {}  # by thread, what it is about to begin
+_groups: dict[int, _Group] = {}  # by id: a lookup in a WeakKeyDictionary takes as long as everything else
+_begins: dict[int, Begun] = {}  # by thread, the operation that it is about to begin
 _awaits: dict[int, Any] = {}  # by thread, the work for whose end it waits
 _works: dict[int, tuple[weakref.ref[Any], Begun]] = {}  # by id
 _messages = 0
@@ -88,13 +88,13 @@ is_watched = False
 
 
 def watch() -> None:
-    """Begin to watch, in this process and its forks, if this torch has what that takes."""
+    """Begin to watch, in this process and its forks, if this torch has the methods for that."""
     global is_watched  # noqa: PLW0603 - a fact about this process
     if is_watched or lacks():
         return
     is_watched = True
     backend, process_group, work = _kinds()
-    # Where all of torch's functions pass; who holds a group's backend calls that.
+    # All of torch's functions call these; code that holds a group's backend calls the backend.
     for kind in (process_group, backend):
         for name, words in COLLECTIVES.items():
             replace(kind, name, _collective, words)
@@ -111,7 +111,7 @@ def _kinds() -> tuple[Any, Any, Any]:
 
 
 def lacks() -> str:
-    """Return what this torch has not, and what follows; "" if it has all that matters."""
+    """Return what this torch lacks, and the consequence; "" if it has all that matters."""
     if is_watched:
         return ""
     _, process_group, work = _kinds()
@@ -126,13 +126,13 @@ def lacks() -> str:
 
 
 def replace(kind: Any, name: str, watched: Callable[..., Callable[..., Any]], words: str) -> None:
-    """Replace a method of torch's by what ``watched`` makes of it, if there is one; stacks show it by its name."""
+    """Replace a method of torch's, if it exists, by ``watched`` of it. Stacks show it under its own name."""
     if (begin := vars(kind).get(name)) is not None:
         setattr(kind, name, _named(watched(begin, words), name, begin))
 
 
 def _named(function: Any, name: str, like: Any) -> Any:
-    """Name a function as stacks show it."""
+    """Give a function the name under which stacks show it."""
     code: CodeType = function.__code__.replace(co_name=name)
     named = FunctionType(code, function.__globals__, name, None, function.__closure__)
     named.__doc__, named.__qualname__ = like.__doc__, getattr(like, "__qualname__", name)
@@ -147,7 +147,7 @@ def _of_group(group: Any, args: tuple[Any, ...]) -> Tally:
 
 
 def _tally_of_backend(backend: Any) -> Tally | None:
-    """Return what is counted of the group to which a backend belongs, if it is one."""
+    """Return the tally of the group to which a backend belongs; None if this is a group, or belongs to none."""
     for group in process_groups.everyone() if not process_groups.is_group(backend) else ():
         for known, devices in process_groups.backends(group):
             if known is backend:
@@ -216,7 +216,7 @@ def _of_message(args: tuple[Any, ...], kwargs: dict[str, Any], *, has_peer: bool
 def _monitored(begin: Callable[..., Any], words: str) -> Callable[..., Any]:
     def monitored(self: Any, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        # gloo makes it of messages, another number of them on each rank, in which its own number runs ahead.
+        # gloo builds it from messages, a different number on each rank, so its own number runs ahead meanwhile.
         numbers = _of_group(self, ())
         before, numbers.begun = process_groups.number_of(self), numbers.begun + 1
         at = numbers.begun if before is None else before - numbers.messages - numbers.skipped + 1
@@ -250,7 +250,7 @@ def _waiting(wait: Callable[..., Any], _words: str) -> Callable[..., Any]:
 
 
 def _note(work: Any, begun: Begun) -> None:
-    """Note which work stands for what was begun. An id is another's once its work is gone, hence the reference."""
+    """Note the work of an operation that was begun, with a reference: another work may get its id once it is gone."""
     global _most  # noqa: PLW0603 - grows with what is really pending
     if work is None:
         return
@@ -273,34 +273,34 @@ def device_of(args: tuple[Any, ...]) -> str:
     return getattr(getattr(found, "device", None), "type", "")
 
 
-# What is read of it, by the control thread while the others go on
+# Functions that the control thread calls while the other threads run
 
 
 def begun_messages() -> int | None:
-    """Return how many messages this rank has begun to send or receive, in all groups that there ever were.
+    """Return how many messages this rank has begun to send or receive, in all groups that have ever existed.
 
-    None: nothing is watched.
+    None if nothing is watched.
     """
     return _messages if is_watched else None
 
 
 def open_now() -> list[tuple[int, Begun | None]]:
-    """Return what threads begin and wait for now, by thread; None: for an operation that C++ has begun."""
+    """Return the operations that threads begin or wait for now, by thread; None for one that C++ has begun."""
     awaited = [(thread, *_works.get(id(work), (None, None))) for thread, work in list(_awaits.items())]
     return [*list(_begins.items()), *((thread, begun) for thread, _, begun in awaited)]
 
 
 def numbers_of(name: str, group: Any) -> Iterator[tuple[str, int | None, Tally]]:
-    """Yield a name for each backend of a group, the number of collectives that it has begun, and what we have counted.
+    """Yield for each backend of a group a name, the number of collectives that it has begun, and mlaunch's tally.
 
-    The number is None where the backend counts nothing: what C++ has begun is not known there.
+    The number is None if the backend counts nothing: what C++ has begun is then not known.
     """
     for part, backend, device, counts_messages in _parts_of(name, group):
         numbers = _tally_of(group, device) or Tally()
         yield part, _number(backend, numbers, counts_messages=counts_messages), numbers
 
 
-# Its name, its backend, one of its devices, and whether the backend counts messages.
+# A part's name, its backend, one of its devices, and whether the backend counts messages.
 _Part = tuple[str, Any, str, bool]
 
 
@@ -328,15 +328,15 @@ def _number(backend: Any, numbers: Tally, *, counts_messages: bool) -> int | Non
 class AllNumbers:
     """The numbers of all groups, as ``numbers_of`` has them, by part.
 
-    Every call on ranks that stay begins with them. To ask torch for groups and backends takes longer than all else
-    that a rank does for a short call, so they are asked for again only when there are others.
+    Every call on ranks that stay begins with them. Asking torch for groups and backends takes longer than everything
+    else that a rank does for a short call, so it is asked again only when the groups have changed.
     """
 
     def __init__(self) -> None:
-        self._parts: list[tuple[Any, list[_Part]]] = []  # with the group, weakly
+        self._parts: list[tuple[Any, list[_Part]]] = []  # with a weak reference to the group
 
     def read(self) -> dict[str, int | None]:
-        """Return them."""
+        """Return the numbers."""
         groups, parts = process_groups.in_order(), self._parts
         if [group() for group, _ in parts] != groups:
             parts = self._look_up(groups)
@@ -354,16 +354,16 @@ class AllNumbers:
             for group in groups
             if id(group) in names
         ]
-        self._parts = parts if len(parts) == len(groups) else []  # else another thread is about to make one
+        self._parts = parts if len(parts) == len(groups) else []  # otherwise another thread is making one
         return parts
 
     def _forget(self, _gone: object) -> None:
-        """Let go of the backends, which a group that was destroyed must not leave behind."""
+        """Drop the backends, which must not outlive a group that was destroyed."""
         self._parts = []
 
 
 def meeting(frame: FrameType | None) -> tuple[str, tuple[int, ...], str] | None:
-    """Return name and members of the group that a thread is about to make, and in what; None: it makes none."""
+    """Return name and members of the group that a thread is making, and by which function; None: it makes none."""
     depth, found = 0, None
     while frame is not None and depth < _DEEPEST:
         if frame.f_code.co_name in _MEETINGS and frame.f_code.co_filename.endswith(_C10D):

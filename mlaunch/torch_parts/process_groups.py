@@ -1,7 +1,7 @@
 """The process groups that this process is in, and their backends.
 
-torch keeps them in ``_world`` and asks them by names with an underscore; it documents only the default group. Where a
-torch has no ``_world``, that group is all that is known, and nobody can tell whether ranks are in step.
+torch keeps them in ``_world``, under names with an underscore; it documents only the default group. If a torch has no
+``_world``, only that group is known, and not whether ranks are in step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _KEPT = ("pg_map", "pg_names", "group_count")
 
 @functools.cache
 def _c10d() -> Any:
-    """Return torch's module; kept, since an import statement takes longer than all that a call asks it."""
+    """Return torch's module. It is cached: an import statement takes longer than all that a call reads from it."""
     from torch.distributed import distributed_c10d
 
     return distributed_c10d
@@ -26,13 +26,13 @@ def _c10d() -> Any:
 
 @functools.cache
 def _world() -> Any:
-    """Return what knows the groups; None if this torch has it no more."""
+    """Return torch's table of groups; None if this torch has none."""
     found = getattr(_c10d(), "_world", None)
     return found if all(hasattr(found, name) for name in _KEPT) else None
 
 
 def lacks() -> str:
-    """Return what this torch has not, and what follows; "" if it has all."""
+    """Return what this torch lacks, and the consequence; "" if it lacks nothing."""
     if _world() is None:
         return (
             "torch.distributed.distributed_c10d._world: groups other than the default one are not known to "
@@ -49,7 +49,7 @@ def lacks() -> str:
 
 def is_apart() -> bool:
     """True if this process is in no process group."""
-    world = _world()  # whose groups are asked for by each call on ranks that stay
+    world = _world()  # directly, since each call on ranks that stay asks
     return _c10d().GroupMember.WORLD is None if world is None else not world.pg_map
 
 
@@ -60,12 +60,12 @@ def by_name() -> dict[str, dist.ProcessGroup]:
         default = _c10d().GroupMember.WORLD
         return {} if default is None else {str(default.group_name): default}
     names, ranks = world.pg_names, world.pg_group_ranks
-    # A copy: another thread may make or destroy a group meanwhile. Of one that is half made torch knows no ranks yet.
+    # A copy: another thread may make or destroy a group meanwhile. torch knows no ranks of a half-made group yet.
     return {names[group]: group for group in list(world.pg_map) if group in names and group in ranks}
 
 
 def in_order() -> list[Any]:
-    """Return the groups that torch knows, also of one that another thread is about to make."""
+    """Return the groups that torch knows, also one that another thread is making."""
     world = _world()
     return everyone() if world is None else list(world.pg_map)
 
@@ -82,13 +82,13 @@ def name_of(group: dist.ProcessGroup) -> str:
 
 
 def made() -> int | None:
-    """Return how many groups of the whole world were begun, by which torch names the next one; None: not known."""
+    """Return how many groups were begun in the whole world, from which torch names the next one; None: not known."""
     world = _world()
     return None if world is None else int(world.group_count)
 
 
 def count_on_from(number: int | None) -> None:
-    """Have torch name the next group by this number."""
+    """Make torch name the next group by this number."""
     world = _world()
     if world is not None and number is not None:
         world.group_count = number
@@ -101,29 +101,29 @@ def default_store() -> Any:
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
-    """Return the store at which a group's later groups meet; None: not known."""
+    """Return the store at which later subgroups of a group meet; None: not known."""
     world = _world()
     return None if world is None else world.pg_map[group][1]
 
 
 def put_store(group: dist.ProcessGroup, store: Any) -> None:
-    """Have later groups meet at this store."""
+    """Make later subgroups of a group meet at this store."""
     world = _world()
     world.pg_map[group] = world.pg_map[group][0], store
 
 
 def devices_of(group: Any) -> list[torch.device]:
-    """Return the kinds of devices that a group has a backend for; none for what is no group."""
+    """Return the kinds of devices for which a group has a backend; none for an object that is not a group."""
     return list(getattr(group, "_device_types", ()))
 
 
 def is_group(found: Any) -> bool:
-    """False for a backend, whose methods have the same names."""
+    """True for a group; False for a backend, whose methods have the same names."""
     return hasattr(found, "_device_types")
 
 
 def backends(group: Any) -> list[tuple[Any, list[str]]]:
-    """Return the backends of a group, and which devices each serves."""
+    """Return the backends of a group, each with the devices that it serves."""
     found: list[tuple[Any, list[str]]] = []
     ask = getattr(group, "get_backend", None) or getattr(group, "_get_backend", None)  # without an underscore from 2.15
     if ask is None:
@@ -139,7 +139,7 @@ def backends(group: Any) -> list[tuple[Any, list[str]]]:
 
 
 def number_of(found: Any) -> int | None:
-    """Return how many operations a group or backend has begun, as torch counts; None if it counts nothing."""
+    """Return how many operations a group or backend has begun, by torch's count; None if it counts nothing."""
     try:
         return int(found._get_sequence_number_for_group())
     except (AttributeError, RuntimeError):
@@ -147,7 +147,7 @@ def number_of(found: Any) -> int | None:
 
 
 def counts_messages(backend: Any) -> bool:
-    """True if messages are among those. NCCL's backends, old and new (``nccl2``), number them by themselves."""
+    """True if ``number_of`` includes messages. NCCL's backends, old and new (``nccl2``), number them separately."""
     return backend_name(backend) == "gloo"
 
 

@@ -1,8 +1,8 @@
-"""torch's flight recorder: how many of the collectives that a program has begun its device has not completed.
+"""torch's flight recorder: the number of collectives that were begun and that their device has not completed.
 
 NCCL returns before the device has done anything, so all ranks may have begun the same operations while one device is
-behind. NCCL's old backend fills the recorder by itself; for others torch does, from 2.15 on. gloo's needs no look: what
-it has not completed, a thread waits for. ``TORCH_FR_BUFFER_SIZE=0`` switches it off.
+behind. NCCL's old backend fills the recorder by itself; for others torch does, from 2.15 on. gloo's is not read: a
+thread waits for each operation that gloo has not completed. ``TORCH_FR_BUFFER_SIZE=0`` switches the recorder off.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _COMPLETED = "completed"
 
 
 def lacks() -> str:
-    """Return what this torch has not, and what follows; "" if it has all."""
+    """Return what this torch lacks, and the consequence; "" if it lacks nothing."""
     from torch._C import _distributed_c10d as c10d
 
     if hasattr(c10d, _OF_ANY) or hasattr(c10d, _OF_OLD_NCCL):
@@ -27,9 +27,9 @@ def lacks() -> str:
 
 
 def pending_of(name: str, group: Any) -> dict[str, int]:
-    """Return how many collectives of a group are not complete, by the kind of device.
+    """Return how many collectives of a group are not completed, by the kind of device.
 
-    Nothing for backends of which no recorder tells.
+    Backends without a recorder are left out.
     """
     found = {}
     for backend, devices in process_groups.backends(group):
@@ -42,7 +42,7 @@ def pending_of(name: str, group: Any) -> dict[str, int]:
 
 
 def _read(kind: str) -> list[dict[str, Any]] | None:
-    """Return the entries of what is not complete; None: there is no recorder for this backend, or it is another's."""
+    """Return the entries that are not completed; None if no recorder is known to be this backend's."""
     from torch._C import _distributed_c10d as c10d
 
     try:

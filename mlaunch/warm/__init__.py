@@ -1,1 +1,1 @@
-"""What ``mlaunch warm`` keeps, the zygote: a fork server with torch imported, of which callers get forks."""
+"""The zygote of ``mlaunch warm``: a fork server with torch imported, of which callers get forks."""

@@ -1,1 +1,1 @@
-"""Fork servers, from their callers' side."""
+"""The caller's side of fork servers."""

@@ -1,6 +1,6 @@
-"""Descriptors for the fork server beside a record: values, each in a memfd, and this process's standard streams.
+"""Descriptors sent to the fork server with a record: values, each in a memfd, and this process's standard streams.
 
-No context managers of contextlib's; see ``interrupts``.
+These are no context managers of contextlib's; see ``interrupts``.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class in_memfds:
                 if isinstance(value, Payload):
                     self._memfds.append(os.dup(value.memfd))
                     continue
-                # Noted before it is written to: an interrupt in a __reduce__ must not lose the descriptor.
+                # Added before the write: an interrupt in a __reduce__ must not lose the descriptor.
                 self._memfds.append(memory_file(name))
-                with interrupts.allowed():  # it runs user code, and may take long
+                with interrupts.allowed():  # pickling runs user code, and may take long
                     payload.write(self._memfds[-1], value)
         except BaseException:
             close_all(self._memfds)
@@ -45,7 +45,7 @@ class in_memfds:
 class standard_streams:
     """A block with the present descriptors 1 and 2, or /dev/null for one that is closed.
 
-    If this process began without one (under cron, say), any file may have its number now.
+    If this process started without one (under cron, for example), any file may have its number now.
     """
 
     def __enter__(self) -> list[int]:

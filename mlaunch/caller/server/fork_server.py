@@ -36,8 +36,8 @@ from mlaunch.protocol.server_messages import (
 )
 from mlaunch.protocol.spec import LaunchSpec
 
-_QUIET_TIME = 0.5  # seconds of a wait that is not shown
-_IMPORT_TIMEOUT = 60.0  # seconds beyond the deadline for torch to come from a slow disk
+_QUIET_TIME = 0.5  # seconds of a wait before ``on_wait`` is called
+_IMPORT_TIMEOUT = 60.0  # seconds beyond the deadline to import torch from a slow disk
 
 _open_channels: weakref.WeakSet[Channel[Any, Any]] = weakref.WeakSet()
 
@@ -49,7 +49,7 @@ class ServerGoneError(LaunchError):
 class ForkServer:
     """A running fork server. ``wait(seconds)`` returns its exit code, or None if it is still running.
 
-    ``kill``: for one that is no child of this process.
+    ``kill``: how to kill a server that is not a child of this process.
     """
 
     silence = "its agent or its fork server did not answer (was one stopped?) and was killed"
@@ -62,24 +62,24 @@ class ForkServer:
         kill: Callable[[], None] | None = None,
     ) -> None:
         self.pid = pid
-        self._kill = kill or functools.partial(os.kill, pid, signal.SIGKILL)  # a child's number is its own
+        self._kill = kill or functools.partial(os.kill, pid, signal.SIGKILL)  # a child keeps its pid until it is reaped
         self._control = control
         self._wait = wait
-        # Reentrant: a signal handler that launches while this thread waits in ready() must reach the error there.
+        # Reentrant: a signal handler that launches while this thread waits in ready() must get an error, not block.
         self._lock = threading.RLock()
         self._ready: Ready | None = None
         self._waiting = False
         self._killed = False
-        self._asked = False  # True: it was asked for something
+        self._asked = False  # it has had a request
         self._retired = False
         self._launches: weakref.WeakSet[Channel[Any, Any]] = weakref.WeakSet()
         _open_channels.add(control)
 
     def ready(self, deadline: float | None = None, on_wait: Callable[[], None] | None = None) -> Ready:
-        """Wait for the import of torch; return what that offers. ``on_wait`` is called after half a second.
+        """Wait until the server has imported torch; return its ``Ready`` record. Calls ``on_wait`` after half a second.
 
         Raises:
-            LaunchTimeout: It was stopped (SIGSTOP) after ``deadline`` seconds, or took a minute more. It is killed.
+            LaunchTimeout: It was stopped (SIGSTOP) after ``deadline`` seconds, or took a minute more. It was killed.
             LaunchError: Its modules could not be imported.
         """
         with self._lock:
@@ -98,7 +98,7 @@ class ForkServer:
 
     @property
     def waits_for(self) -> tuple[int, ...]:
-        """Descriptors that can be read when ``ready`` need not wait; none if it need not now."""
+        """The descriptors of which one becomes readable when ``ready`` no longer waits; () if it does not wait now."""
         told = self._ready is not None or linux.wait_readable([self._control.fileno()], 0.0)
         return () if told else (self._control.fileno(),)
 
@@ -111,7 +111,7 @@ class ForkServer:
             self._await_word(deadline)
             record = (
                 self._control.peek()
-            )  # it stays in the channel: an interrupt between reading and keeping it would lose it
+            )  # only peeked: an interrupt between a read and its storage would lose the record
         except (EOFError, ConnectionResetError):
             raise LaunchError(f"{self.describe_end()} before it was ready") from None
         if isinstance(record, NotReady):
@@ -124,7 +124,7 @@ class ForkServer:
         return record
 
     def _await_word(self, deadline: float | None) -> None:
-        """Wait for its first record, which a stopped one would never send."""
+        """Wait for the server's first record. A stopped server would never send it."""
         for seconds in (deadline, _IMPORT_TIMEOUT):
             if interrupts.wait_readable([self._control.fileno()], seconds):
                 return
@@ -147,9 +147,9 @@ class ForkServer:
         return "closed its connection" if exitcode is None else describe_exit(exitcode)
 
     def alive(self) -> bool:
-        """True if it can be asked; False if other code has closed its channel.
+        """True if the server can answer requests.
 
-        False for one that is stopped (SIGSTOP), too: its answer would come when it is continued.
+        False if other code has closed its channel, or if it is stopped (SIGSTOP): it would answer when it is continued.
         """
         if self._killed or not self._control.intact() or self._wait(0.0) is not None:
             return False
@@ -161,17 +161,17 @@ class ForkServer:
 
     def kill(self) -> None:
         """End the server at once; its launches end with it."""
-        self._killed = True  # from now on: it closes its channels before it can be reaped
+        self._killed = True  # set first: the server closes its channels before it can be reaped
         if self._wait(0.0) is None:
             with contextlib.suppress(ProcessLookupError):
                 self._kill()
 
     def count_devices(self, environ: Mapping[str, str]) -> int:
-        """Return the number of accelerators visible in ``environ``. Another process counts: it wakes the driver."""
+        """Return the number of accelerators visible in ``environ``. Another process counts: that opens the driver."""
         return self._ask_for_devices(CountDevices(), environ).count
 
     def name_devices(self, environ: Mapping[str, str]) -> tuple[str, ...]:
-        """Return names of the accelerators, in the order of their numbers, equal in all processes of this machine."""
+        """Return the names of the accelerators by number. They are the same in all processes of this machine."""
         return self._ask_for_devices(CountDevices(named=True), environ).names
 
     def _ask_for_devices(self, question: CountDevices, environ: Mapping[str, str]) -> DeviceCount:
@@ -204,8 +204,8 @@ class ForkServer:
     ) -> LaunchersEnd:
         """Start a launch; return the channel to its agent. ``call`` None: the server has it in memory.
 
-        ``following``: the server's end of the channel of the next launch, which it is to prepare; None: prepare none.
-        ``more``: see StartLaunch. ``held``: descriptors that the launch's processes are to hold.
+        ``following``: the server's end of the channel of the next launch, which it prepares; None: prepare none.
+        ``more``: see StartLaunch. ``held``: descriptors that the launch's processes keep open.
         """
         directory = error_file.directory_of(spec) or temporary.directory_of(spec)
         order = StartLaunch(more, directory, len(held), spec.grace_period)
@@ -214,7 +214,7 @@ class ForkServer:
             return self._ask(order, [("spec", spec), ("call", call)], beside)
 
     def prepare(self, following: AgentsEnd, *, like: LaunchSpec | None = None, soon: bool = False) -> None:
-        """Have the server prepare a launch like the last one. OSError if the server is gone.
+        """Make the server prepare a launch like the last one. OSError if the server is gone.
 
         ``following``: the server's end of the channel; ``like``: another spec; ``soon``: see PrepareNext.
         """
@@ -224,7 +224,7 @@ class ForkServer:
             self._control.send(PrepareNext(soon), [following.fileno(), *memfds, *(streams if memfds else [])])
 
     def adopt(self, launch: LaunchersEnd) -> None:
-        """Count a prepared launch among the running ones."""
+        """Add a prepared launch to the running ones."""
         self._launches.add(launch)
 
     def _ask(
@@ -246,9 +246,9 @@ class ForkServer:
         return ours
 
     def retire(self) -> None:
-        """Shut down after the running launches; do not wait. A stopped server without any is killed.
+        """Ask the server to end after the running launches; do not wait. A stopped server without launches is killed.
 
-        Repeat it for a server whose first record has not come yet: another thread may wait for that.
+        Call it again for a server whose first record has not come yet: another thread may wait for that record.
         """
         if linux.is_stopped(self.pid) and not any(launch.fileno() >= 0 for launch in self._launches):
             self.kill()
@@ -257,8 +257,8 @@ class ForkServer:
             self._control.try_send(Retire())
 
     def close(self, timeout: float = 10.0) -> None:
-        """End the server and what still runs there (a daemon thread's launch, at the end of the interpreter)."""
-        if not self._asked:  # it has nothing to clean up
+        """End the server and its launches (a daemon thread's may still run at the end of the interpreter)."""
+        if not self._asked:  # no request: nothing to clean up
             self.kill()
         for launch in list(self._launches):
             if launch.intact():
@@ -270,7 +270,7 @@ class ForkServer:
 
 
 def forget_inherited() -> None:
-    """Close the parent's servers and launches in a fork of the caller."""
+    """Close the parent's servers and launches. Called in a fork of the caller."""
     for channel in list(_open_channels):
         channel.close()
 

@@ -1,4 +1,4 @@
-"""The launch that the fork server prepares for the next call of this process: the caller's end of it."""
+"""The caller's end of the launch that the fork server prepares for this process's next call."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages import AgentFailed, AgentsEnd, AgentStarted, LaunchersEnd, RanksStarting
 from mlaunch.protocol.spec import LaunchSpec, shape_of
 
-_DEATH_TIMEOUT = 5.0  # seconds for a killed agent
-_RANKS_PER_CORE, _FEW_RANKS = 2, 8  # up to which they are prepared, whichever is more
+_DEATH_TIMEOUT = 5.0  # seconds for a killed agent to end
+_RANKS_PER_CORE, _FEW_RANKS = 2, 8  # ranks are prepared up to the larger of these two limits
 _VARIABLE = "MLAUNCH_PREPARE"  # "0": prepare nothing
 _Streams = tuple[tuple[int, int] | None, ...]
 
@@ -33,7 +33,7 @@ class _Prepared:
 
 
 class Preparation:
-    """The prepared launch: at most one, for the shape of the last one."""
+    """The prepared launch: at most one, with the shape of the last launch."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -45,7 +45,7 @@ class Preparation:
             found, self._next = self._next, None
         if found is None:
             return None
-        # What may differ (name, deadline, seed, arguments) is not in the shape, but comes with the call.
+        # Facts that may differ (name, deadline, seed, arguments) are not in the shape: they come with the call.
         alike = (found.server, found.shape, found.streams) == (server, shape_of(spec), _streams())
         if alike and _is_there(found.channel):
             return found.channel
@@ -53,7 +53,7 @@ class Preparation:
         return None
 
     def expect(self, server: ForkServer, spec: LaunchSpec) -> AgentsEnd | None:
-        """Return the server's end of the channel of the launch that it is to prepare; None: prepare none."""
+        """Return the server's end of the channel of the next launch to prepare; None: prepare none."""
         if not _is_wanted(spec):
             return None
         ours: LaunchersEnd
@@ -72,8 +72,8 @@ class Preparation:
             _drop(found)
 
     def forget(self) -> None:
-        """Forget the prepared launch in a fork of this process, which must not use it."""
-        self._lock = threading.Lock()  # a thread of the parent may hold the old one for ever
+        """Forget the prepared launch. Called in a fork of this process, which must not use it."""
+        self._lock = threading.Lock()  # a thread of the parent may have held the old one
         if self._next is not None:
             self._next.channel.close()
         self._next = None
@@ -87,7 +87,7 @@ def _is_wanted(spec: LaunchSpec) -> bool:
 
 
 def _is_there(channel: LaunchersEnd) -> bool:
-    """True if its agent was forked and is not stopped. One that has ended since will say so by itself.
+    """True if the launch's agent was forked and is not stopped. An agent that has ended since closes its channel.
 
     The agent's first record may come before the fork server's record that it was forked.
     """
@@ -96,14 +96,14 @@ def _is_there(channel: LaunchersEnd) -> bool:
     with contextlib.suppress(OSError, EOFError):
         record = channel.peek()
         if isinstance(record, AgentStarted):
-            # Its main thread's state: waitid reports a stop only when the last thread has stopped.
+            # Read from the main thread's state: waitid reports a stop only when the last thread has stopped.
             return state_of(record.pid) not in STOPPED
         return not isinstance(record, AgentFailed)
     return False
 
 
 def _drop(found: _Prepared) -> None:
-    """Close the channel, at which the launch ends by itself. A stopped one would not, so it is killed."""
+    """Close the channel, at which the launch ends by itself; kill it if it is stopped, as it would not end."""
     with contextlib.closing(found.channel), contextlib.suppress(OSError, EOFError):
         if not found.channel.intact() or not linux.wait_readable([found.channel.fileno()], 0.0):
             return

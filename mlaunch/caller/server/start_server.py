@@ -1,7 +1,7 @@
 """The start of fork servers.
 
 ``forkserver``: one per caller process, started at the first launch, warm until the caller ends.
-``spawn``: a fresh interpreter that serves one launch. ``fork``: a fork of the caller that serves one.
+``spawn``: a new interpreter that serves one launch. ``fork``: a fork of the caller that serves one.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from mlaunch.protocol.server_messages import ServerHears, ServerSays
 
 _BOOTSTRAP = "import sys; sys.path[:] = sys.argv[3:]; from mlaunch.forkserver.main import main; main({}, {}, {})"
-# Forking copies page tables, and torch fills a heap of 80 MiB. On huge pages a fork costs half.
+# A fork copies page tables, and torch's heap has 80 MiB. On huge pages a fork takes half of the time.
 _HUGE_HEAP = "glibc.malloc.hugetlb=1"
 
 
 @frozen_record
 class Interpreter:
-    """An interpreter for a fork server. Commands need one with other paths and standard input than this one."""
+    """The settings of a fork server's interpreter, for commands, which need other paths and standard input."""
 
     executable: str = field(default_factory=lambda: sys.executable)
     path: Sequence[str] = field(default_factory=lambda: sys.path)
@@ -46,7 +46,7 @@ class Interpreter:
 
 
 def start_interpreter(environ: Mapping[str, str], like: Interpreter | None = None) -> ForkServer:
-    """Start a fork server in a fresh interpreter with the caller's flags and paths; torch is imported later."""
+    """Start a fork server in a new interpreter with the caller's flags and paths. It imports torch later."""
     linux.check_kernel()
     like = like or Interpreter()
     ours: Channel[ServerSays, ServerHears]
@@ -60,7 +60,7 @@ def start_interpreter(environ: Mapping[str, str], like: Interpreter | None = Non
             stdin=like.stdin,
             stdout=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
-            start_new_session=True,  # the caller answers a terminal's Ctrl-C and hang-up
+            start_new_session=True,  # only the caller reacts to a terminal's Ctrl-C and hang-up
         )
     theirs.close()
     _interpreters.add(process)
@@ -75,13 +75,13 @@ def start_interpreter(environ: Mapping[str, str], like: Interpreter | None = Non
 
 
 def with_huge_heap(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for the interpreter of a fork server: its heap is on huge pages."""
+    """Return the environment for a fork server's interpreter, in which its heap is on huge pages."""
     tunables = [environ["GLIBC_TUNABLES"]] if "GLIBC_TUNABLES" in environ else []
     return {**environ, "GLIBC_TUNABLES": ":".join([*tunables, _HUGE_HEAP])}
 
 
 def _disown() -> None:
-    """Mark interpreters as ended in a fork of the caller: Popen would warn about what is not its child."""
+    """Mark interpreters as ended in a fork of the caller: Popen would warn about them, which are not its children."""
     for interpreter in _interpreters:
         interpreter.returncode = interpreter.returncode or 0
 
@@ -102,7 +102,7 @@ def start_fork(call: Call) -> ForkServer:
     ours: Channel[ServerSays, ServerHears]
     ours, theirs = Channel.pair()
     caller = os.getpid()
-    process.flush()  # each fork would write once more what is in a buffer now, such as our warning
+    process.flush()  # every fork would write the content of its buffers again, such as mlaunch's warning
     in_common = originals.of_main(call.function)
     with warnings.catch_warnings(), not_followed():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of threads: _check_forkable has said it
@@ -123,17 +123,17 @@ def _become_server(
     try:
         stay_unfollowed()
         ours.close()
-        # Out of the terminal's process group: the caller answers its Ctrl-C and hang-up.
+        # Out of the terminal's process group: only the caller reacts to Ctrl-C and hang-up.
         os.setsid()
         linux.open_standard_streams()
         process.reset_process()
     except BaseException:
-        os._exit(1)  # not sys.exit(): handlers of the caller's exit would run here
+        os._exit(1)  # not sys.exit(): the caller's exit handlers would run here
     serve(theirs, caller, call)
 
 
 class _Waiter:
-    """The end of a child that we forked: waits for it, and remembers it."""
+    """The exit status of a forked child: waits for it, and remembers it."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -142,11 +142,11 @@ class _Waiter:
 
     def __call__(self, seconds: float) -> int | None:
         if self._exitcode is None and not self._pidfd.intact():
-            self._pidfd = KeptFd(os.pidfd_open(self._pid))  # it is not reaped, so the number is its own
+            self._pidfd = KeptFd(os.pidfd_open(self._pid))  # it is not reaped, so the pid is its own
         if self._exitcode is None and linux.wait_readable([self._pidfd.fd], seconds):
             try:
                 _, status = os.waitpid(self._pid, 0)
-            except ChildProcessError:  # other code in this process waits for any child
+            except ChildProcessError:  # other code in this process has reaped it
                 status = 0
             self._exitcode = os.waitstatus_to_exitcode(status)
             self._pidfd.close()

@@ -14,12 +14,12 @@ from mlaunch.caller.server.start_server import Interpreter, start_interpreter
 from mlaunch.core import load
 from mlaunch.protocol import import_variables
 
-# Preloaded, since every rank imports the user's module, which imports this.
+# Preloaded, since every rank imports the user's module, which imports mlaunch.
 _PREPARED = ("mlaunch.caller.launcher",)
 
 
 class WarmServer:
-    """The warm server: started at the first need, and again if it died, was stopped or has other settings."""
+    """The warm server: started when it is first needed, and again if it died, was stopped or has other settings."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -30,7 +30,7 @@ class WarmServer:
 
     @property
     def started(self) -> bool:
-        """True if there is one."""
+        """True if a server was started."""
         return self._server is not None
 
     def get(self, environ: Mapping[str, str]) -> ForkServer:
@@ -40,16 +40,16 @@ class WarmServer:
             if self._retired:
                 self._close_retired()
             if self._server is not None:
-                # A stopped one is replaced like a dead one: no call should hang until it is continued. So is one whose
-                # libraries were loaded under other variables, at the cost of one import of torch.
+                # A stopped server is replaced like a dead one: no call should hang until it is continued. The same goes
+                # for one whose libraries were loaded under other variables, at the cost of one import of torch.
                 if self._server.alive() and self._settings == settings:
                     return self._server
-                preparation.drop()  # it would keep the server from ending
-                # Not closed: launches of other threads may still run there.
+                preparation.drop()  # a prepared launch would keep the server from ending
+                # Not closed: other threads' launches may still run there.
                 self._server.retire()
                 self._retired.append(self._server)
             like = Interpreter(preload=(*_PREPARED, *self.preload))
-            # Later calls use the same server, so of this call's env= only what requires another server counts.
+            # Later calls use the same server, so only variables of env= that require another server count.
             environ = import_variables.replaced(os.environ, environ)
             self._server = load.server_at_hand(environ, like) or start_interpreter(environ, like)
             self._settings = settings
@@ -57,21 +57,21 @@ class WarmServer:
 
     def _close_retired(self) -> None:
         for server in self._retired:
-            server.retire()  # not possible while it imported
+            server.retire()  # not possible during its import
         for server in [server for server in self._retired if server.ended()]:
             server.close()
             self._retired.remove(server)
 
     def close(self) -> None:
-        """End the server, and those that were replaced, with whatever still runs there."""
+        """End the server and those that it has replaced, with all that still runs there."""
         preparation.drop()
         for server in [*self._retired, *([self._server] if self._server else [])]:
             server.close()
         self._server, self._retired = None, []
 
     def forget(self) -> None:
-        """Forget the servers in a fork of this process, which has no right to its parent's server."""
-        self._lock = threading.Lock()  # some thread of the parent may hold the old one for ever
+        """Forget the servers. Called in a fork of this process, which must not use its parent's server."""
+        self._lock = threading.Lock()  # a thread of the parent may have held the old one
         self._server, self._retired = None, []
 
 

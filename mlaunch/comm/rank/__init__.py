@@ -1,1 +1,1 @@
-"""In ranks of mlaunch and of other launchers: objects are exchanged, groups formed, numbers reduced."""
+"""The exchange of objects, groups of ranks, and sums of numbers, in ranks of mlaunch and of other launchers."""

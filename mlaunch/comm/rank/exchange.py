@@ -1,14 +1,14 @@
 """Objects between ranks: any picklable value, of any size, over the CPU.
 
-torch's own collectives for objects pad what every rank sends to the largest, so one large object among small ones
-costs its size times the number of ranks squared. Here each rank's bytes travel at their own size::
+torch's own collectives for objects pad each rank's bytes to the largest size, so one large object among small ones
+costs its size times the number of ranks squared. Here each rank's bytes are sent at their own size::
 
     sizes of all | blobs: seal, table, pickle stream, small buffers | large buffers, straight from their memory
 
-Nothing of a blob is used before its seal is checked. Large buffers are plain bytes, of which nothing is executed: they
-are not sealed, so that no tensor is read once more.
+No part of a blob is used before its seal is checked. Large buffers are plain bytes, which are never executed: they are
+not sealed, so that no tensor is read once more.
 
-A value that cannot be pickled is known to all from the sizes, so all raise, and none waits.
+If a value cannot be pickled, its size says so to all ranks: all raise, and none waits.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from mlaunch.comm.rank import seal, world
 from mlaunch.protocol import explain
 from mlaunch.protocol.pickling import pickle_by_name
 
-# These are not signed, either: they are bytes, of which nothing is executed.
-_LARGE = 1024 * 1024  # bytes from which a buffer travels by itself
+# These are not sealed, either: they are bytes, which are never executed.
+_LARGE = 1024 * 1024  # bytes from which a buffer is sent by itself
 # One step for all: each broadcast waits for its root, so small objects of many ranks would take as many turns.
 _PADDED = 64 * 1024  # bytes up to which blobs are gathered in one step, padded
 _CHUNK = 256 * 1024 * 1024  # bytes per operation
@@ -59,7 +59,7 @@ def cpu_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def gather_everywhere(value: object, group: dist.ProcessGroup | None, what: str) -> list[Any]:
-    """Return every rank's value, on every rank; one's own is the object itself."""
+    """Return every rank's value, on every rank. A rank's own value is the object itself."""
     link = _Link(cpu_group(group))
     mine, sizes = _prepare(value, link, what)
     if max(sizes) <= _PADDED:
@@ -96,7 +96,7 @@ def gather_at(value: object, dst: int, group: dist.ProcessGroup | None, what: st
 
 
 def broadcast(value: object, src: int, group: dist.ProcessGroup | None, what: str) -> Any:
-    """Return the value of rank ``src`` of the group, on every rank; there the object itself."""
+    """Return the value of rank ``src`` of the group, on every rank. On that rank it is the object itself."""
     link = _Link(cpu_group(group))
     packed = _pack(value) if link.rank == src else _Packed()
     size = _size_tensor(packed)
@@ -113,7 +113,7 @@ def broadcast(value: object, src: int, group: dist.ProcessGroup | None, what: st
 
 @dataclass
 class _Packed:
-    """A value ready to travel. ``error``: what pickling it raised, with the culprit's name."""
+    """A value ready to be sent. ``error``: the exception from its pickling, with the name of the culprit."""
 
     blob: bytearray = field(default_factory=bytearray)
     large: list[pickle.PickleBuffer] = field(default_factory=list)
@@ -125,7 +125,7 @@ class _Packed:
         """Send the large buffers."""
         for buffer in self.large:
             with buffer.raw() as raw:
-                # torch.frombuffer takes no memory that is read-only.
+                # torch.frombuffer does not accept read-only memory.
                 send(bytearray(raw) if raw.readonly else raw)
 
 

@@ -76,10 +76,10 @@ def make(per_machine: int | None) -> None:
 
 
 def form(ranks: list[int]) -> dist.ProcessGroup:
-    """Make the group of these ranks, who share a machine; none of them may end before all have it.
+    """Make the group of these ranks, which share a machine. None of them may end before all have it.
 
-    Collective for them alone, while the ranks of all other machines do the same: a group that is split from the world's
-    (NCCL) takes all ranks, each with its own machine's.
+    Collective only for these ranks, while those of all other machines do the same: all ranks must take part in a group
+    that is split from the world's (NCCL), each with its own machine's ranks.
     """
     made = world.subgroup(ranks, None)
     _made[:] = [_Made(world.group(), made)]

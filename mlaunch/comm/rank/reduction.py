@@ -1,7 +1,7 @@
 """Dictionaries of numbers, reduced over all ranks in one collective.
 
-It is of float64, which has 53 bits. So an integer travels as two halves of 32 bits, whose sums are exact for two
-million ranks, and a complex number as two numbers.
+The collective adds float64, which has 53 bits. So an integer is sent as two halves of 32 bits, whose sums are exact for
+two million ranks, and a complex number as two numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LARGE = "number of more than 64 bits"
 
 
 class _NumberKind(enum.IntEnum):
-    """In what numbers are added; the highest of what the ranks have."""
+    """The kind of numbers in which a value is added: the highest kind that a rank has."""
 
     WHOLE = 0
     REAL = 1
@@ -42,7 +42,7 @@ _OF_NUMPY = {_NumberKind.WHOLE: "integer", _NumberKind.REAL: "floating", _Number
 
 @dataclass(frozen=True)
 class _Entry:
-    """A value of a dictionary. ``what``: in words that all ranks must agree on."""
+    """A value of a dictionary. ``what``: its description, which must be the same on all ranks."""
 
     name: Hashable
     what: str
@@ -54,7 +54,7 @@ class _Entry:
 
 
 def reduce_dict(values: Mapping[Any, Any], *, average: bool) -> dict[Any, Any]:
-    """Reduce, as ``mlaunch.comm.reduce_dict`` describes."""
+    """Reduce a dictionary, as ``mlaunch.comm.reduce_dict`` describes."""
     # Dicts keep the order of their making, which need not be the same on all ranks.
     mine = [_entry(name, values[name]) for name in sorted(values, key=_order)]
     kinds = _agreed(mine)
@@ -109,7 +109,7 @@ def _tensor(value: Any, kind: _NumberKind) -> torch.Tensor:
 
 
 def _encoded(numbers: torch.Tensor, kind: _NumberKind) -> torch.Tensor:
-    """Return what is added: float64, one or two for each number."""
+    """Return the numbers as float64, one or two for each, to be added."""
     if kind is _NumberKind.COMPLEX:
         return torch.view_as_real(numbers.to(torch.complex128)).flatten()
     if kind is _NumberKind.REAL:
@@ -134,7 +134,7 @@ def _inexact(value: Any, total: torch.Tensor, size: int | None, kind: _NumberKin
 
 
 def _whole(name: Hashable, value: Any, total: torch.Tensor, size: int | None) -> Any:
-    """Return the same for integers. OverflowError: the sum is none of the value's type."""
+    """Return a sum or mean of integers. OverflowError if the sum does not fit into the value's type."""
     high, low = total.to(torch.int64).view(2, -1)
     high, low = high + (low >> _HALF), low & _LOW
     if not isinstance(value, torch.Tensor):
@@ -155,7 +155,7 @@ def _whole(name: Hashable, value: Any, total: torch.Tensor, size: int | None) ->
 
 
 def _as_numpy(value: Any, number: Any, kind: _NumberKind, name: Hashable = "") -> Any:
-    """Return a number in numpy's type if the value is of one of this kind."""
+    """Return the number in the value's numpy type if that is of this kind."""
     numpy: Any = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, getattr(numpy, _OF_NUMPY[kind])):
         return number
@@ -167,9 +167,9 @@ def _as_numpy(value: Any, number: Any, kind: _NumberKind, name: Hashable = "") -
 
 
 def _agreed(mine: Sequence[_Entry]) -> list[_NumberKind]:
-    """Return in what each value is added. Raise on every rank unless all passed the same, which can be added.
+    """Return the kind in which each value is added. Raise on every rank if they differ or cannot be added.
 
-    One small collective; more words only if they differ.
+    This takes one small collective, and another one only if they differ.
     """
     usable = all(one.usable for one in mine)
     if world.get_world_size() == 1:

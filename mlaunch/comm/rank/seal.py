@@ -1,4 +1,4 @@
-"""What keeps a stranger's objects from being unpickled: each travels with a code that takes the launch's secret.
+"""Authentication codes of exchanged objects, made with the launch's secret: a rank unpickles no stranger's object.
 
 Ranks find each other through a store that other users of their machines may reach, so whoever is at the other end of a
 connection need not be a rank. The code holds for one rank's object in one exchange of one group: what was sent before,

@@ -237,7 +237,7 @@ class Cluster:
 
 
 class HeldPart(PlacedMachines):
-    """Some of a cluster's machines, claimed by one launch at a time. ``engine=`` and ``keep=`` take it for an engine."""
+    """Some of a cluster's machines, claimed by one launch at a time. It is an engine for ``engine=`` and ``keep=``."""
 
     def __init__(self, holder: Cluster, whole: Machines, machines: Sequence[Machine]) -> None:
         super().__init__(whole.n_gpus, whole.heartbeat_timeout)
@@ -247,7 +247,7 @@ class HeldPart(PlacedMachines):
 
     def attempt(self, options: Options, call: Call, name: str, number: Attempt, course: RunCourse) -> Steps:
         """Make one attempt of a submitted call here."""
-        from mlaunch.sweeps.caller.submitted_call import follows, on_kept, output_of  # imported late: only its calls come here
+        from mlaunch.sweeps.caller.submitted_call import follows, on_kept, output_of  # whose calls use this
 
         if options.keep is not None:
             own = {"engine": self, "machines": None, "deadline": number.time_left}

@@ -27,7 +27,7 @@ OPTIONAL_NAME = Name(optional=True)
 
 
 class Words:
-    """The allowed values of an option that takes a list of strings: a command, or names. ``example``: an allowed list."""
+    """The allowed values of an option that takes a list of strings. ``example``: an allowed list."""
 
     def __init__(self, *example: str, or_text: bool = False) -> None:
         self._example = list(example)

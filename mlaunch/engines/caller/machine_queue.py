@@ -24,7 +24,7 @@ class MachineClaim:
         notify: Called, under a lock, when ``take`` may succeed.
         end: A function that ends the launch which has the machines.
         ends: The claim is to give the allocation back.
-        whole: It holds the whole allocation, which has too few machines left: the engine must be asked for others first.
+        whole: It holds the whole allocation, which has too few machines left: first ask the engine for others.
     """
 
     count: int | None
@@ -63,7 +63,7 @@ class MachineQueue:
         return claim
 
     def take(self, claim: MachineClaim) -> bool:
-        """Give the claim its machines if it is its turn, and return whether. LaunchError: The allocation was given back."""
+        """If it is the claim's turn, give it its machines and return True. LaunchError if they were given back."""
         with self._changed:
             if self.closed and not claim.ends:
                 raise LaunchError(f"this allocation was given back ({self.closed}); hold() another one")

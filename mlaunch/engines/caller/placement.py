@@ -98,7 +98,7 @@ class Processes:
         return Ends(*ends)
 
     def stopped(self, machine: int) -> int:
-        """Return the pid of a machine's program if it is stopped (SIGSTOP, a debugger); 0: it runs, or there is none."""
+        """Return the pid of a machine's program if it is stopped (SIGSTOP, a debugger); 0 if it is not."""
         process = self._running.get(machine)
         return process.pid if process is not None and linux.is_stopped(process.pid) else 0
 

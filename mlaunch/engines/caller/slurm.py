@@ -247,7 +247,7 @@ class Allocation:
         return guard
 
     def state(self) -> str:
-        """Return what the job waits for; "" once the nodes are there. LaunchError in Slurm's words if there are none."""
+        """Return what the job waits for; "" once the nodes are there. LaunchError, in Slurm's words: none will come."""
         asked = self._hear()
         if asked is None:
             return "asks Slurm for an allocation"
@@ -303,7 +303,7 @@ class Allocation:
                 self._guard.stdin.close()
 
     def wait(self) -> None:
-        """Wait a while for Slurm to confirm ``release``; print if it does not. May be called again after an interrupt."""
+        """Wait a while for Slurm to confirm ``release``; print if it does not. Call it again after an interrupt."""
         if self._confirms() is False:  # the guard was killed
             _let_go(self._guard)
             self._guard = self._start(_GIVE_BACK)

@@ -54,7 +54,7 @@ class CallersHeartbeat:
         print(text, file=sys.stderr, flush=True)
 
     def leave(self) -> None:
-        """Print why this machine leaves, and give the machines back. Call it when nothing of the launch is left here."""
+        """Print why this machine leaves, and give the machines back. Call it when no process of the launch is left."""
         self.tell()
         if self.last is not None and self.last.farewell:
             time.sleep(_OTHERS_DELAY)

@@ -175,7 +175,7 @@ class MachineLaunch:
             os.close(content)
 
     def _ask_agent(self, question: Question) -> None:
-        """Pass a question to the agent; while the agent still joins the other machines, send the caller an empty answer."""
+        """Pass a question to the agent; as long as the agent joins the other machines, send an empty answer."""
         if self._board is None:
             self._stream.send(FromAgent(Told(question.number)))
         else:
@@ -233,7 +233,7 @@ class MachineLaunch:
         return True
 
     def _end_call(self, record: CallOver, fds: Sequence[int]) -> None:
-        """Send the caller what ranks that stay have done, printed and returned in a call, then that the call is over."""
+        """Send the caller all that ranks that stay have done, printed and returned in a call, then ``CallOver``."""
         self._tell_rows()
         # As much as a pipe can hold: that covers what ranks printed in this call, and little of what they print later.
         for _ in range(_PIPE // _READ):

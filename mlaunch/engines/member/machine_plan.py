@@ -36,7 +36,8 @@ class MachinePlan:
         self._environ = {**os.environ, **(self._options.env or {})}
         self._cwd = order.cwd if os.path.isdir(order.cwd) else os.getcwd()
         self.server = warm_server.get(self._environ)
-        ready = self.server.ready(self._options.join_timeout)  # the caller waits no longer than that, and a stopped server would never answer
+        # Not longer: the caller stops waiting then, and a server that is stopped would never answer.
+        ready = self.server.ready(self._options.join_timeout)
         self._machine = ThisMachine(ready, self.server.count_devices)
         self._placed = place(self._options, self._machine, self._environ)
 
@@ -98,7 +99,7 @@ def _free_port() -> int:
 
 
 def listen_for_others(port: int | None) -> socket.socket | None:
-    """Return a socket that listens on all addresses; None if the port is taken. The kernel accepts connections to it."""
+    """Return a socket that listens on all addresses; None if the port is taken. The kernel accepts connections."""
     try:
         return None if port is None else socket.create_server(("", port))
     except OSError:

@@ -101,8 +101,8 @@ def _drain(incoming: int) -> None:
 class _Strangers:
     """Connections that have not proved yet that they know the secret. Above ``_STRANGERS``, the oldest is closed.
 
-    So strangers neither block a connection that has the secret, nor take more than that many threads. ``found``: receives
-    each connection that has the secret.
+    So strangers neither block a connection that has the secret, nor take more than that many threads. ``found``:
+    receives each connection that has the secret.
     """
 
     def __init__(self, secret: bytes, found: queue.SimpleQueue[Connection]) -> None:

@@ -69,7 +69,7 @@ class Where:
         return replace(said, addresses=tuple(said.addresses))
 
     def connect(self) -> socket.socket:
-        """Return a connection on which both sides have proved that they know the secret. OSError if there can be none."""
+        """Return a connection on which both sides have proved that they know the secret; OSError if that fails."""
         tried = []
         for address in self.addresses:
             try:

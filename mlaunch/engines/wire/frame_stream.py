@@ -222,7 +222,7 @@ class FrameStream(Generic[Incoming, Outgoing]):
             return sum(piece.left for piece in self._waiting)
 
     def send(self, record: Outgoing, content: int = -1) -> None:
-        """Queue a record, and a duplicate of ``content``, its file, if that is not -1. Write what can be written now."""
+        """Queue a record, with a duplicate of its file ``content`` (-1: none). Write what can be written now."""
         data = pickle.dumps(record)
         size = os.fstat(content).st_size if content >= 0 else 0
         with self._sending:
@@ -234,7 +234,7 @@ class FrameStream(Generic[Incoming, Outgoing]):
         self.flush()
 
     def flush(self) -> bool:
-        """Write what can be written without waiting. Return True if nothing is left. A reader that is gone is no error."""
+        """Write what can be written without waiting; True if nothing is left. A reader that is gone is no error."""
         with self._sending:
             return self._write_now()
 
@@ -294,7 +294,8 @@ class FrameStream(Generic[Incoming, Outgoing]):
     def receive(self, most: int | None = None) -> list[tuple[Incoming, int]]:
         """Return the records that have come in full, each with a memfd that the receiver owns, or -1.
 
-        ``most``: the largest number to return. The others wait for the next call, though there may be nothing to read then.
+        ``most``: the largest number to return. The others wait for the next call, though there may be nothing to read
+        then.
 
         Raises:
             EOFError: The other end is gone, and all that it sent was received.

@@ -68,7 +68,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class AskOffer:
-    """A question what a machine can give to a launch. ``options``: the launcher's, without those that differ by machine."""
+    """A question what a machine can give to a launch. ``options``: the launcher's, less those that differ here."""
 
     options: Mapping[str, Any]
     name: str
@@ -151,7 +151,7 @@ class Start:
     node_rank: int = 0
     num_nodes: int = 1
     sections: Mapping[str, object] = field(default_factory=dict)  # of the launch's spec
-    stays: str = ""  # the launch's id if its ranks stay, by which they recognise their held objects; "": they do not stay
+    stays: str = ""  # the launch's id if its ranks stay, for their held objects; "": they do not stay
 
 
 @dataclass(frozen=True)

@@ -1,3 +1,3 @@
-"""Where the events of a call go: to a callable, into a file, to OpenTelemetry."""
+"""The events of a call, and their sinks: a callable, a file, OpenTelemetry."""
 
 from mlaunch.events.caller.call_events import part as part

@@ -1,4 +1,4 @@
-"""The events of one call, made of what the agents of its attempts report, and of how the attempts end."""
+"""The events of one call, made from its agents' reports, and from the ends of its attempts."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class CallEvents(CallerPart):
         self._hosts: dict[int, str] = {}  # by rank
 
     def planned(self, spec: LaunchSpec) -> None:
-        """Note which attempt begins, and tell that it is another one."""
+        """Note which attempt begins, and send an event if it is a restart."""
         self._function, self._restart_count = spec.call.name, spec.restarts.count
         if spec.restarts.count:
             self._tell("restart")
         self._launch = ""
 
     def noticed(self, word: object) -> None:
-        """Tell of a word, if it is an event."""
+        """Send the event of a record, if it has one."""
         if isinstance(word, RanksStarting):
             self._launch = word.launch_id
             self._tell("launch", world_size=word.world_size)

@@ -1,4 +1,4 @@
-"""Where events go: a function, or a file. A sink that fails does not end a launch: it warns, and gets no more."""
+"""The sinks of events: a function, or a file. A sink that fails does not end a launch: it warns, and gets no more."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlaunch.core.parts import Spell
 
 
 class EventSink:
-    """What takes the events of one call."""
+    """The sink of one call's events."""
 
     def __init__(self, asked: str = "events=") -> None:
         self._asked, self._broken = asked, False
@@ -22,20 +22,20 @@ class EventSink:
             return
         try:
             self._take(event)
-        except Exception as error:  # whatever a user's callable may raise
+        except Exception as error:  # a user's callable may raise anything
             self._broken = True
             words = "%s: %s: %s. The launch continues, and its later events are dropped"
             log.warning(words, self._asked, type(error).__name__, error)
 
     def close(self) -> None:
-        """Give up what it holds."""
+        """Release the sink's resources."""
 
     def _take(self, event: Mapping[str, Any]) -> None:
         raise NotImplementedError
 
 
 class CallableSink(EventSink):
-    """A function that is called with each event."""
+    """A sink that calls a function with each event."""
 
     def __init__(self, function: Callable[[dict[str, Any]], object]) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class CallableSink(EventSink):
 
 
 class FileSink(EventSink):
-    """A file that gets a line of JSON for each event. Several launches may share it: each line is one write."""
+    """A sink that writes a line of JSON for each event to a file. Launches may share it: each line is one write."""
 
     def __init__(self, path: str | os.PathLike[str], spell: Spell) -> None:
         super().__init__(spell("events", os.fspath(path)))
@@ -64,5 +64,5 @@ class FileSink(EventSink):
 
     def _take(self, event: Mapping[str, Any]) -> None:
         line = f"{json.dumps(event)}\n".encode()
-        while line:  # a full disk takes a part, and says so at the rest
+        while line:  # a full disk takes a part of it; the next write fails
             line = line[os.write(self._fd, line) :]

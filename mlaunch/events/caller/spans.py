@@ -1,4 +1,4 @@
-"""Events as spans of OpenTelemetry, by its API: without a set-up of its SDK they go nowhere."""
+"""Events as spans of OpenTelemetry, through its API: they go nowhere unless its SDK is set up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlaunch.events.caller.sinks import EventSink
 
 
 class SpanSink(EventSink):
-    """A span for each attempt, below the caller's present one; what happens in it are its events."""
+    """A sink that makes a span for each attempt, as a child of the caller's current one, with events in it."""
 
     def __init__(self) -> None:
         super().__init__()

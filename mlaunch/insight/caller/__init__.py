@@ -1,4 +1,4 @@
-"""What ranks do, in words for their caller and for people.
+"""Descriptions of what ranks do now, for their caller and for people.
 
 Imports are late: each call that takes longer than a moment has a watch.
 """

@@ -1,3 +1,3 @@
-"""Where a machine's devices are, and whether the CPUs that were given can be had."""
+"""The caller's part of ``numa=``: it finds the machine's devices, and checks lists of CPUs."""
 
 from mlaunch.numa.caller.order import part as part

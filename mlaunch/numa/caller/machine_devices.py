@@ -1,7 +1,7 @@
-"""The accelerators of this machine and their PCI addresses, found without waking a driver for this process.
+"""The accelerators of this machine and their PCI addresses, found without opening a driver in this process.
 
-Each way lists them in the order in which their runtime counts them, and leaves out what this process may not use, since
-CUDA does not count it either.
+Each function lists them in the order of their runtime, and leaves out those that this process may not use, as CUDA
+does.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ Load = Callable[[str], Any]
 
 
 def devices_of(root: str = "/", load: Load = importlib.import_module) -> tuple[PciDevice, ...]:
-    """Return them. ``root``: where /proc, /sys and /dev are; ``load``: imports the library that knows NVIDIA's."""
+    """Return the devices. ``root``: where /proc, /sys and /dev are; ``load``: imports NVIDIA's library."""
     return (*_nvidias(Path(root), load), *_amds(Path(root)))
 
 
 def _nvidias(root: Path, load: Load) -> list[PciDevice]:
     found = list(_in_proc(root))
-    # NVML takes longer, and alone knows MIG instances; the driver gives a device's UUID once it has been used.
+    # NVML takes longer, but only NVML knows MIG instances. The driver gives a device's UUID once it has been used.
     if not found or not all(device.names for device in found) or any(root.glob(_INSTANCES)):
         found = _by_nvml(load) or found
     return found or list(_in_sys(root))
 
 
 def _in_proc(root: Path) -> Iterator[PciDevice]:
-    """Yield what NVIDIA's driver says of its devices."""
+    """Yield the devices that NVIDIA's driver lists in /proc."""
     for path in sorted((root / "proc/driver/nvidia/gpus").glob("*:*"), key=lambda path: _place(path.name)):
         with contextlib.suppress(OSError):
             lines = (path / "information").read_text(encoding="utf-8", errors="replace").splitlines()
             told = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-            # Also false where a cgroup forbids it, as Slurm's do with the devices of others.
+            # Also false if a cgroup forbids the device, as Slurm's do with other jobs' devices.
             if os.access(root / f"dev/nvidia{told.get('Device Minor', '0')}", os.R_OK | os.W_OK):
                 uuid = told.get("GPU UUID", "?")
                 yield PciDevice("cuda", path.name, () if "?" in uuid else (uuid,), told.get("Model", ""))
 
 
 def _by_nvml(load: Load) -> list[PciDevice]:
-    """Return what NVIDIA's library says (extra ``nvidia``); nothing without it, or if it cannot say."""
+    """Return the devices that NVIDIA's library lists (extra ``nvidia``); [] without it, or if it fails."""
     try:
         nvml = load("pynvml")
     except ImportError:
@@ -58,7 +58,7 @@ def _by_nvml(load: Load) -> list[PciDevice]:
         nvml.nvmlInit()
         try:
             for index in range(nvml.nvmlDeviceGetCount()):
-                with contextlib.suppress(nvml.NVMLError):  # it may not be used from here
+                with contextlib.suppress(nvml.NVMLError):  # this process may not use it
                     found.append(_of_handle(nvml, nvml.nvmlDeviceGetHandleByIndex(index)))
         finally:
             nvml.nvmlShutdown()
@@ -79,7 +79,7 @@ def _of_handle(nvml: Any, handle: object) -> PciDevice:
 
 
 def _text(told: str | bytes) -> str:
-    """Return a string of the library, whose older versions give bytes."""
+    """Return a text of the library as a string; older versions return bytes."""
     return told.decode() if isinstance(told, bytes) else told
 
 
@@ -93,7 +93,7 @@ def _in_sys(root: Path) -> Iterator[PciDevice]:
 
 
 def _amds(root: Path) -> Iterator[PciDevice]:
-    """Yield AMD's devices in the order of the kernel's compute driver, which is HIP's."""
+    """Yield AMD's devices in the order of the kernel's compute driver, which is also HIP's."""
     nodes = (root / "sys/class/kfd/kfd/topology/nodes").glob("[0-9]*")
     for path in sorted(nodes, key=lambda path: int(path.name)):
         with contextlib.suppress(OSError, ValueError):
@@ -112,5 +112,5 @@ def _of_properties(told: dict[str, int]) -> PciDevice:
 
 
 def _place(address: str) -> tuple[int, ...]:
-    """Return an address as numbers, which sort as CUDA and NVML do."""
+    """Return a PCI address as numbers. They sort in the order of CUDA and NVML."""
     return tuple(int(part, 16) for part in address.replace(".", ":").split(":"))

@@ -1,4 +1,4 @@
-"""The caller's part: it looks once where devices are, and refuses CPUs that ranks could not have."""
+"""The caller's part of ``numa=``: it looks up the devices once, and refuses CPUs that ranks could not have."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = "/"
 
 
 class NumaOfACall(CallerPart):
-    """How the call's ranks are to be bound."""
+    """The binding of one call's ranks, as its options ask for it."""
 
     section: NumaOrder
 
@@ -26,8 +26,8 @@ class NumaOfACall(CallerPart):
         self.section = order
 
     def planned(self, spec: LaunchSpec) -> None:
-        """Refuse lists of CPUs that ranks of this machine could not have, by a ValueError; ranks elsewhere do."""
-        if spec.context.environ:  # else machines of an engine have their own
+        """Raise ValueError for lists of CPUs that ranks of this machine could not have. Ranks elsewhere do it there."""
+        if spec.context.environ:  # otherwise machines of an engine have their own
             check_lists(self.section, spec.local_world_size, self.section.allowed)
 
 

@@ -1,4 +1,4 @@
-"""The CPUs of each rank of a machine. Nothing here binds anything, so all of it can be tried on any machine."""
+"""The choice of each rank's CPUs. Nothing here binds a process, so tests can run it on any machine."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mlaunch.numa.wire import NumaOrder, PciDevice
 
 @frozen_record
 class Binding:
-    """Where a rank runs. ``why_not``: why it is not bound; then there are no CPUs."""
+    """The CPUs of a rank. ``why_not``: why it is not bound; then there are none."""
 
     cpus: frozenset[int] = frozenset()
-    nodes: tuple[int, ...] = ()  # of its CPUs, that of its device first; none where the system does not say
+    nodes: tuple[int, ...] = ()  # of its CPUs, that of its device first; none if the system does not say
     why_not: str = ""
 
     def __str__(self) -> str:
@@ -26,14 +26,14 @@ class Binding:
 
 @frozen_record
 class Seats:
-    """The devices of a machine's ranks, as far as bindings depend on them.
+    """The facts about the devices of a machine's ranks on which bindings depend.
 
     Attributes:
-        ranks: Ranks of this machine.
+        ranks: The number of ranks on this machine.
         pool: The devices among which a node's cores are divided: all that the launch's caller sees. None: the ranks run
             on CPUs.
-        places: By local rank, where in ``pool`` its device is; None: not known.
-        why_not: Why no device is known.
+        places: By local rank, the index of its device in ``pool``; None: not known.
+        why_not: The reason if no device is known.
     """
 
     ranks: int
@@ -43,7 +43,7 @@ class Seats:
 
 
 def bindings(order: NumaOrder, seats: Seats, topology: Topology) -> list[Binding]:
-    """Return where each local rank runs. ValueError for lists that this machine cannot keep."""
+    """Return the binding of each local rank. ValueError for lists of CPUs that this machine does not have."""
     if order.lists:
         check_lists(order, seats.ranks, topology.allowed)
         wanted = [cores.of_list(text) for text in order.lists[: seats.ranks]]
@@ -60,7 +60,7 @@ def bindings(order: NumaOrder, seats: Seats, topology: Topology) -> list[Binding
 
 
 def check_lists(order: NumaOrder, ranks: int, allowed: Collection[int]) -> None:
-    """Raise ValueError if lists of CPUs were given that are too few, or hold what this process may not use."""
+    """Raise ValueError if there are fewer lists of CPUs than ranks, or one has a CPU that this process may not use."""
     if not order.lists:
         return
     if len(order.lists) < ranks:
@@ -74,22 +74,22 @@ def check_lists(order: NumaOrder, ranks: int, allowed: Collection[int]) -> None:
 
 
 def cpus_in_words(cpus: Collection[int]) -> str:
-    """Say "CPUs 0-7, 16"."""
+    """Return "CPUs 0-7, 16"."""
     return f"CPU{'s' if len(cpus) != 1 else ''} {ranges(sorted(cpus), ',')}"
 
 
 def nodes_in_words(nodes: Collection[int]) -> str:
-    """Say "node 1", or "nodes 0-1"."""
+    """Return "node 1", or "nodes 0-1"."""
     return f"node{'s' if len(nodes) != 1 else ''} {ranges(sorted(nodes), ',')}"
 
 
 def threads_of(local_rank: int, all_of_them: Sequence[Binding]) -> int:
-    """Return how many threads a rank has room for on CPUs that others may be bound to, too."""
+    """Return how many threads a rank has room for on its CPUs, to which other ranks may be bound, too."""
     users: dict[int, int] = {}
     for binding in all_of_them:
         for cpu in binding.cpus:
             users[cpu] = users.get(cpu, 0) + 1
-    # In whole numbers: a third and a third and a third are less than one.
+    # In whole numbers: three thirds as floats may be less than one.
     shares: dict[int, int] = {}
     for cpu in all_of_them[local_rank].cpus:
         shares[users[cpu]] = shares.get(users[cpu], 0) + 1
@@ -97,7 +97,7 @@ def threads_of(local_rank: int, all_of_them: Sequence[Binding]) -> int:
 
 
 def lines(order: NumaOrder, all_of_them: Sequence[Binding], first_rank: int) -> Mapping[int, str]:
-    """Return what is to be said of ranks that are not bound, by the local rank that says it."""
+    """Return the lines about ranks that are not bound, by the local rank that prints each."""
     told: dict[str, list[int]] = {}
     for local_rank, binding in enumerate(all_of_them):
         if binding.why_not:
@@ -110,7 +110,7 @@ def lines(order: NumaOrder, all_of_them: Sequence[Binding], first_rank: int) -> 
 
 
 def _shares(ranks: int, nodes: Sequence[int]) -> list[tuple[int, ...]]:
-    """Divide nodes among ranks: some nodes for each, or one for some ranks; neighbours are neighbours."""
+    """Divide nodes among ranks: several nodes for each rank, or several ranks on a node, both in order."""
     if ranks >= len(nodes):
         return [(nodes[rank * len(nodes) // ranks],) for rank in range(ranks)]
     ends = [rank * len(nodes) // ranks for rank in range(ranks + 1)]
@@ -119,7 +119,7 @@ def _shares(ranks: int, nodes: Sequence[int]) -> list[tuple[int, ...]]:
 
 @frozen_record
 class _Share:
-    """The CPUs of some nodes, and the place among those who are beside them."""
+    """The CPUs of some nodes, and a rank's or device's place among those near them."""
 
     topology: Topology
     cpus: frozenset[int]
@@ -153,7 +153,7 @@ def _near(
     return Binding(cpus, (*nodes, *others))
 
 
-# All as in torch.numa, by which torchrun's --numa-binding goes.
+# All as in torch.numa, which torchrun's --numa-binding uses.
 
 
 def _node(share: _Share) -> frozenset[int]:
@@ -165,7 +165,7 @@ def _socket(share: _Share) -> frozenset[int]:
 
 
 def _exclusive(share: _Share) -> frozenset[int]:
-    """Divide the cores evenly, the first get one more; none if they are too few."""
+    """Divide the cores evenly; the first shares get one more. No CPUs if there are too few cores."""
     there = share.topology.cores(share.cpus)
     each, more = divmod(len(there), share.count)
     start = share.index * each + min(share.index, more)

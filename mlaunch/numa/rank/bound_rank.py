@@ -1,4 +1,4 @@
-"""A rank that binds itself to its CPUs, and its memory to their nodes: by system calls, as few have ``numactl``."""
+"""A rank that binds itself to its CPUs, and its memory to their nodes, by system calls (few machines have numactl)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class BoundRank(RankPart):
         self._lines: list[str] = []  # printed once the rank has its streams
 
     def begin(self, spec: LaunchSpec, local_rank: int) -> Mapping[str, str]:
-        """Bind this process; ValueError for lists of CPUs that this machine cannot keep."""
+        """Bind this process. ValueError for lists of CPUs that this machine does not have."""
         if self._order.allowed:  # the fork server may be older than the caller's mask
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(0, self._order.allowed)
@@ -52,14 +52,14 @@ class BoundRank(RankPart):
 
     @contextlib.contextmanager
     def around_call(self) -> Iterator[None]:
-        """Say once, before the function runs, what is not bound."""
+        """Print once, before the function runs, which ranks are not bound."""
         said, self._lines = self._lines, []
         for line in said:
             print(f"mlaunch: {line}", file=sys.stderr, flush=True)
         yield
 
     def _bind_memory(self, own: Binding, topology: Topology) -> str:
-        """Return what ``place`` says of it."""
+        """Bind this process's memory. Return the text about it for ``place``."""
         wanted = self._order.memory
         if wanted is None:
             return ""
@@ -100,5 +100,5 @@ def _set_policy(wanted: str, nodes: list[int]) -> None:
     else:
         try:
             linux.set_memory_policy(_PREFERRED_MANY, nodes)
-        except OSError:  # before Linux 5.15, which prefers one alone
+        except OSError:  # before Linux 5.15, which can prefer only one node
             linux.set_memory_policy(_PREFERRED, nodes[:1])

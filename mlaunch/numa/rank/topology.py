@@ -1,4 +1,4 @@
-"""What /sys says of a machine's NUMA nodes, sockets, cores and caches, less the CPUs that this process may not use."""
+"""A machine's NUMA nodes, sockets, cores and caches, from /sys, without the CPUs that this process may not use."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ _NODES, _CPUS = "sys/devices/system/node", "sys/devices/system/cpu"
 
 
 class Topology:
-    """A machine as a process with the mask ``allowed`` sees it. ``root``: where its /sys is.
+    """The topology of a machine for a process with the affinity mask ``allowed``. ``root``: where its /sys is.
 
     Attributes:
-        nodes: The CPUs of each node, in the nodes' order; some have none.
+        nodes: The CPUs of each node, in the order of nodes; some nodes have none.
     """
 
     def __init__(self, root: str, allowed: Collection[int]) -> None:
         self._root, self.allowed = Path(root), frozenset(allowed)
-        self._read: dict[str, str] = {}  # the files are many, and ranks ask for the same
+        self._read: dict[str, str] = {}  # there are many files, and ranks need the same ones
         self.nodes = {node: self._list(f"{_NODES}/node{node}/cpulist") & self.allowed for node in self._online()}
 
     def node_of(self, address: str) -> int:
-        """Return the node of a PCI device; -1 where the system does not say."""
+        """Return the node of a PCI device; -1 if the system does not say."""
         try:
             node = int(self._text(f"sys/bus/pci/devices/{address}/numa_node"))
         except (OSError, ValueError):
             return -1
-        # Firmware of machines with one node often says -1: there is nowhere else.
+        # Firmware of machines with one node often says -1.
         return node if node in self.nodes else min(self.nodes, default=-1) if len(self.nodes) == 1 else -1
 
     def nodes_with(self, cpus: Collection[int]) -> tuple[int, ...]:
@@ -37,7 +37,7 @@ class Topology:
         return tuple(node for node, its in self.nodes.items() if not its.isdisjoint(cpus))
 
     def with_memory(self, nodes: Sequence[int]) -> list[int]:
-        """Return those of the nodes that have memory which a cpuset allows, as far as the system says; in order."""
+        """Return the nodes, in order, whose memory this process may use, as far as the system says."""
         found = set(nodes)
         with contextlib.suppress(OSError):
             found &= self._list(f"{_NODES}/has_memory")
@@ -49,17 +49,17 @@ class Topology:
         return [node for node in nodes if node in found]
 
     def sockets_of(self, nodes: Collection[int]) -> frozenset[int]:
-        """Return all CPUs of the sockets in which these nodes are."""
+        """Return all CPUs of the sockets that these nodes belong to."""
         sockets = {node: self._socket(min(cpus)) for node, cpus in self.nodes.items() if cpus}
         inside = {sockets[node] for node in nodes if node in sockets}
         return frozenset(cpu for node, socket in sockets.items() if socket in inside for cpu in self.nodes[node])
 
     def cores(self, cpus: Collection[int]) -> list[frozenset[int]]:
-        """Return these CPUs as physical cores, by their lowest number."""
+        """Return these CPUs grouped by physical core, in the order of each core's lowest CPU."""
         return _grouped(cpus, self._siblings)
 
     def complexes(self, cpus: Collection[int]) -> list[frozenset[int]]:
-        """Return these CPUs by the last cache that they share, the largest group first."""
+        """Return these CPUs grouped by the last cache that they share, the largest group first."""
         return sorted(_grouped(cpus, self._sharing), key=lambda group: -len(group))
 
     def _online(self) -> list[int]:
@@ -75,7 +75,7 @@ class Topology:
         return self._list(f"{_CPUS}/cpu{cpu}/topology/thread_siblings_list")
 
     def _sharing(self, cpu: int) -> frozenset[int]:
-        """Return the CPUs with which one shares its last cache."""
+        """Return the CPUs with which a CPU shares its last cache, with itself."""
         level, sharing = -1, frozenset({cpu})
         for path in (self._root / _CPUS / f"cpu{cpu}/cache").glob("index[0-9]*"):
             cache = f"{_CPUS}/cpu{cpu}/cache/{path.name}"
@@ -94,7 +94,7 @@ class Topology:
 
 
 def _grouped(cpus: Collection[int], beside: Callable[[int], frozenset[int]]) -> list[frozenset[int]]:
-    """Return the CPUs in groups, each of those that are beside one of them, by the lowest number of all of these."""
+    """Return the CPUs in groups. ``beside``: returns all CPUs of a group; groups are in the order of their lowest."""
     groups, left = [], set(cpus)
     while left:
         first = min(left)

@@ -1,8 +1,8 @@
-"""One trace, of those that torch.profiler has written of a launch's ranks, event by event.
+"""One trace, merged event by event from the traces that torch.profiler has written for a launch's ranks.
 
-Ranks write process numbers and flow numbers that others have, too (device 0 of each is "process" 0), and times that
-count from a moment which each part names. Here each rank has numbers of its own, and all times count from the moment at
-which the call was made. No trace is ever in memory as a whole: those of real steps have hundreds of megabytes.
+Several ranks write the same process numbers and flow numbers (device 0 of each is "process" 0), and times that count
+from a moment which each part names. Here each rank has numbers of its own, and all times count from the moment of the
+call. No trace is ever in memory as a whole: traces of real steps have hundreds of megabytes.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from mlaunch.caller.report.launch_report import LaunchReport, RankReport
 
 _EVENTS, _BASE = "traceEvents", "baseTimeNanoseconds"
 _READ = 1 << 20  # characters
-_PROCESSES = 1000  # numbers of each rank: its own, and those of its devices and what else the profiler calls a process
-_FLOWS = frozenset("stfbenSTpF")  # kinds of events that are tied to others by an ID
+_PROCESSES = 1000  # numbers for each rank: its own, and those of devices, which the profiler calls processes, too
+_FLOWS = frozenset("stfbenSTpF")  # kinds of events that are connected to others by an ID
 _LEVEL = 5  # of compression
-_decoder = JSONDecoder(strict=False)  # names of kernels may hold anything
-_LONGEST = 16 * _READ  # of a value: what is longer is none
+_decoder = JSONDecoder(strict=False)  # names of kernels may contain any character
+_LONGEST = 16 * _READ  # characters of a value; longer text is not JSON
 
 
 class CutTraceError(ValueError):
-    """The text of a trace ends too early."""
+    """The error that the text of a trace ends too early."""
 
 
 class _Text:
-    """The text of a file from where it was read to, a part at a time."""
+    """The text of a file, which is read a part at a time."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file
         self._buffer, self._at = "", 0
 
     def next(self) -> str:
-        """Return the next character that is no space, and stay before it."""
+        """Return the next character that is not a space, and stay before it."""
         while True:
             while self._at < len(self._buffer) and self._buffer[self._at].isspace():
                 self._at += 1
@@ -52,7 +52,7 @@ class _Text:
         self._at += 1
 
     def value(self) -> Any:
-        """Read a value. What follows it must be there, too: of a number a part looks whole."""
+        """Read a value, and at least one character after it: the beginning of a number looks like a number."""
         self.next()
         while True:
             try:
@@ -67,7 +67,7 @@ class _Text:
     def _read(self) -> None:
         try:
             more = self._file.read(_READ)
-        except EOFError:  # of what is compressed
+        except EOFError:  # a compressed file is cut
             more = ""
         if not more:
             raise CutTraceError("it ends too early")
@@ -77,10 +77,10 @@ class _Text:
 
 
 def events_of(path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values of a trace, and each of its events as one of the name "traceEvents".
+    """Yield the names and values of a trace, with each event as a value of the name "traceEvents".
 
     Raises:
-        CutTraceError: It ends too early.
+        CutTraceError: The trace ends too early.
     """
     open_it: Any = gzip.open if path.endswith(".gz") else open
     with open_it(path, "rt", encoding="utf-8", errors="replace") as file:
@@ -108,7 +108,7 @@ def _elements(text: _Text) -> Iterator[Any]:
 
 
 def write(target: str, report: LaunchReport, parts: Mapping[int, str], *, compressed: bool) -> dict[int, str]:
-    """Write the trace of a launch, with the parts of these ranks; return why a part is not whole there, by rank."""
+    """Write the trace of a launch, with the parts of these ranks. Return, by rank, why a part is not complete in it."""
     lacks: dict[int, str] = {}
     open_it: Any = functools.partial(gzip.open, compresslevel=_LEVEL) if compressed else open
     with open_it(target, "wt", encoding="utf-8") as file:
@@ -120,7 +120,7 @@ def write(target: str, report: LaunchReport, parts: Mapping[int, str], *, compre
 
 
 def _events(report: LaunchReport, parts: Mapping[int, str], lacks: dict[int, str]) -> Iterator[dict[str, Any]]:
-    ranks = max(report.world_size, *(rank.rank + 1 for rank in report.ranks))  # also of those in other machines' files
+    ranks = max(report.world_size, *(rank.rank + 1 for rank in report.ranks))  # ranks in other machines' files, too
     for rank in report.ranks:
         yield from _timeline(rank, report.name)
         try:
@@ -131,14 +131,14 @@ def _events(report: LaunchReport, parts: Mapping[int, str], lacks: dict[int, str
 
 
 def _timeline(rank: RankReport, name: str) -> Iterator[dict[str, Any]]:
-    """Yield what the launch itself knows of a rank."""
+    """Yield the events of a rank that the launch itself knows."""
     pid = (rank.rank + 1) * _PROCESSES
     named = {"name": f"rank {rank.rank} (pid {rank.pid}, {rank.device}) of {name}"}
     yield {"name": "process_name", "ph": "M", "pid": pid, "args": named}
     yield {"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}}
     yield {"name": "thread_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": "mlaunch"}}
     yield {"name": "thread_sort_index", "ph": "M", "pid": pid, "tid": 0, "args": {"sort_index": -1}}
-    if rank.host:  # times are those of its clock, which is not compared with others
+    if rank.host:  # the times are those of another machine's clock
         yield {"name": "process_labels", "ph": "M", "pid": pid, "args": {"labels": f"clock of {rank.host}"}}
     for span in rank.spans:
         yield {"name": span.phase, "ph": "X", "cat": "mlaunch", "pid": pid, "tid": 0, "ts": round(span.start * 1e6, 3),
@@ -146,34 +146,34 @@ def _timeline(rank: RankReport, name: str) -> Iterator[dict[str, Any]]:
 
 
 class _Numbers:
-    """The numbers of one rank's processes and flows, which no other rank has. ``ranks``: how many there are."""
+    """The numbers of one rank's processes and flows, which no other rank has. ``ranks``: the number of ranks."""
 
     def __init__(self, rank: RankReport, ranks: int) -> None:
         self.rank, self._ranks = rank, ranks
         self._pids: dict[Any, int] = {rank.pid: (rank.rank + 1) * _PROCESSES}
 
     def of_process(self, pid: Any) -> int:
-        """Return a process's number. What the profiler says of itself, with a text for a number, is the rank's."""
+        """Return a process's number. The profiler's own events have a text there: they get the rank's number."""
         own = (self.rank.rank + 1) * _PROCESSES
         return own if isinstance(pid, str) else self._pids.setdefault(pid, own + len(self._pids))
 
     def of_flow(self, number: Any) -> Any:
-        """Return a number where it is one: readers take texts for numbers to the base of 16."""
+        """Return a flow's number, if it is a number: readers take texts for hexadecimal numbers."""
         if isinstance(number, int):
             return number * self._ranks + self.rank.rank
         return f"{self.rank.rank}-{number}"
 
     def names_the_rank(self, event: Mapping[str, Any]) -> bool:
-        """True if the event names the rank's process, as the timeline has done."""
+        """True if the event names the rank's process, which the timeline has done already."""
         kind = str(event.get("name"))
         own = (self.rank.rank + 1) * _PROCESSES
         return event.get("ph") == "M" and kind.startswith("process_") and self.of_process(event["pid"]) == own
 
 
 def _renumbered(path: str, numbers: _Numbers, zero: float) -> Iterator[dict[str, Any]]:
-    """Yield the events of a part. What names a process comes with its first event: the profiler names all devices."""
+    """Yield the events of a part. A process's name comes with its first event, as the profiler names unused devices."""
     base = 0.0
-    names: dict[Any, list[dict[str, Any]]] = {}  # of processes that have had no event
+    names: dict[Any, list[dict[str, Any]]] = {}  # for processes without an event so far
     seen: set[Any] = set()
     for name, value in events_of(path):
         if name == _BASE:
@@ -189,7 +189,7 @@ def _renumbered(path: str, numbers: _Numbers, zero: float) -> Iterator[dict[str,
 
 
 def _moved(event: Mapping[str, Any], numbers: _Numbers, shift: float) -> dict[str, Any]:
-    """Return the event with the rank's numbers. ``shift``: microseconds between the part's first moment and ours."""
+    """Return the event with the rank's numbers. ``shift``: microseconds to add to the part's times."""
     moved = {**event, "pid": numbers.of_process(event["pid"])}
     if event.get("ph") == "M":
         moved.pop("ts", None)

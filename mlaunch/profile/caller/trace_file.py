@@ -1,4 +1,4 @@
-"""The file of ``profile=``: looked for before ranks start, and made of their parts when they are gone."""
+"""The file of ``profile=``: checked before ranks start, and made from their parts when they are gone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class CallTrace(CallerPart):
-    """The trace of a call, which is that of its last attempt. OSError where its file cannot be written.
+    """The trace of a call's last attempt. OSError if its file cannot be written.
 
     ``spell``: how the options were given.
     """
@@ -35,13 +35,13 @@ class CallTrace(CallerPart):
         ranks = None if options.profile_ranks is None else tuple(options.profile_ranks)
         first, last = options.profile_steps
         self.section: ProfileOrder = ProfileOrder(_directory_beside(path, self._named), first, last, ranks)
-        self._begun = set[int]()  # ranks of other machines of which this attempt has some
+        self._begun = set[int]()  # ranks of other machines of which this attempt has pieces
 
     def close(self) -> None:
         own_files.remove_directory(self.section.directory)
 
     def planned(self, spec: LaunchSpec) -> None:
-        """Raise ValueError if ranks are to be profiled that there will not be."""
+        """Raise ValueError if the option names ranks that the launch does not have."""
         self._begun.clear()
         ranks, order = spec.world_size, self.section
         if order.ranks is not None and max(order.ranks) >= ranks and not spec.nodes.guessed:
@@ -49,11 +49,11 @@ class CallTrace(CallerPart):
             raise ValueError(f"{wanted} with ranks 0 to {ranks - 1}: allowed: these")
 
     def heard(self, news: object) -> None:
-        """Add a piece to the part of a rank on another machine, as long as there is room."""
+        """Append a piece to the part of a rank on another machine, as long as there is room."""
         if not isinstance(news, TracePart):
             return
         path = f"{self.section.part_of(news.rank)}.gz"
-        with contextlib.suppress(OSError):  # a part that is cut is told of
+        with contextlib.suppress(OSError):  # a part that is cut is reported later
             begun, flags = news.rank in self._begun, os.O_WRONLY | os.O_CREAT | os.O_APPEND
             self._begun.add(news.rank)
             with own_files.this_users_directory(os.path.dirname(path)) as there:
@@ -62,7 +62,7 @@ class CallTrace(CallerPart):
                 file.write(news.data)
 
     def settled(self, ended: Ended, tell: Tell) -> None:
-        """Write the file, unless the call was interrupted; ``tell`` gets what is wrong with it."""
+        """Write the file, unless the call was interrupted. ``tell``: receives what is wrong with it."""
         if isinstance(ended.error, Exception | None):
             with interrupts.allowed():  # it may take long
                 self._finish(ended.report(), tell)
@@ -74,7 +74,7 @@ class CallTrace(CallerPart):
         if not parts:
             if any(order.has_begun(rank) for rank in wanted):
                 tell(f"{self._named} is not written: it lacks {_why_missing(order, wanted)}")
-            elif wanted:  # else other machines have them
+            elif wanted:  # otherwise other machines have them
                 tell(f"{self._named} is not written: no rank came to step {order.first} of {report.name}; steps are "
                      f"turns of mlaunch.progress, or calls of mlaunch.step()")  # fmt: skip
             return
@@ -94,7 +94,7 @@ class CallTrace(CallerPart):
             there = {rank: f"/proc/self/fd/{fd}/{os.path.basename(part)}" for rank, part in parts.items()}
             whole = f"/proc/self/fd/{fd}/whole"
             lacks = merged_trace.write(whole, report, there, compressed=path.endswith(".gz"))
-            # As a whole: a reader never sees half of it, and the one of an earlier call stays until then.
+            # Atomically: a reader never sees half of a file, and an earlier call's file stays until then.
             os.replace(whole, path)
         for rank, why in lacks.items():
             tell(f"{self._named} has a part only of rank {rank}'s trace: {why}")
@@ -106,28 +106,27 @@ def part(options: Options, spell: Spell) -> CallTrace:
 
 
 def _directory_beside(path: str, named: str) -> str:
-    """Make the directory; OSError if no file of that path can be written. ``named``: what the path is called."""
+    """Make a directory for the parts. OSError if no file can be written at ``path``. ``named``: its name in errors."""
     try:
         if os.path.isdir(path):
             raise IsADirectoryError(21, "it is a directory")
         if os.path.exists(path) and not os.access(path, os.W_OK):
             raise PermissionError(13, "the file may not be written to")
-        # Beside the file, not where temporary files are: that mostly is memory, and traces have hundreds of
-        # megabytes.
+        # Beside the file, not where temporary files are: that often is memory, and traces have hundreds of megabytes.
         return tempfile.mkdtemp(prefix=f".{os.path.basename(path)}.", dir=os.path.dirname(path))
     except OSError as error:
         raise type(error)(error.errno, f"{named} cannot be written: {error.strerror}") from None
 
 
 def _from_rank(path: str, first: int) -> str:
-    """Return the name of the file of a machine that is not the first: trace-from-rank-2.json.gz."""
+    """Return the file name for a machine that is not the first: trace-from-rank-2.json.gz."""
     stem, end = (path[:-3], path[-3:]) if path.endswith(".gz") else (path, "")
     stem, kind = os.path.splitext(stem)
     return f"{stem}-from-rank-{first}{kind}{end}"
 
 
 def _why_missing(order: ProfileOrder, ranks: Sequence[int]) -> str:
-    """Return "rank 0, which did not come to step 5; rank 1, which had begun to record, and ..."."""
+    """Return why parts are missing: "rank 0, which did not come to step 5; rank 1, which had begun to ..."."""
     ended = [rank for rank in ranks if order.has_begun(rank)]
     early = [rank for rank in ranks if rank not in ended]
     told = [f"{name_ranks(early)}, which did not come to step {order.first}"] if early else []

@@ -1,4 +1,4 @@
-"""What user code finds in a rank that is not there in the forked process: ``__main__``, ``breakpoint()``, modules.
+"""The parts of the interpreter that a rank sets up for user code: ``__main__``, ``breakpoint()``, modules.
 
 Features stand in for modules that only a notebook's own process can use. Such a feature's ``rank.py`` has
 ``spec_of(name, path)``, the spec of a module to be imported in place of that (None: that one itself), and

@@ -1,3 +1,3 @@
-"""The comparison of how long ranks wait for others, in an agent."""
+"""The agent's comparison of how long ranks wait for others."""
 
 from mlaunch.slow.agent.slow_watch import part as part

@@ -1,8 +1,8 @@
-"""Which ranks the others wait for, by how long each has waited itself. Pure functions, and what they are asked about.
+"""The comparison that finds ranks for which the others wait, from how long each rank waits. It reads no clock.
 
-Ranks that wait for each other take the same time for a step. Of that each computes for a while, and waits for the rest:
-who computes longer waits less. So no clock is compared with another one, and what the operations themselves take, which
-is long on a busy machine and not the same for all, does not count.
+Ranks that wait for each other take the same time for a step. Each computes for a part of it and waits for the rest, so
+a rank that computes longer waits less. No two clocks are compared. The time of the operations themselves, which is long
+on a busy machine and differs between ranks, does not count.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from statistics import fmean
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.slow.wire import Waits, WaitsOfRank
 
-_MOST = 16384  # operations of which not all members have told
-_ONCE = 1.0  # seconds for which a rank holds the others up, from which on that is worth a word though it came once
-_PARTS = 3  # of the time, in each of which the same ranks have to be slow
+_MOST = 16384  # operations that not all members have reported yet
+_ONCE = 1.0  # seconds for which a rank must delay the others to be named though that happened only once
+_PARTS = 3  # parts of the time, in each of which the same ranks must be slow
 
 
 @frozen_record
 class WaitSample:
-    """What ranks have told at one time: ``at``, on the agent's clock. ``told``: by global rank, elapsed and waited."""
+    """The ranks' reports at the time ``at``, on the agent's clock. ``told``: seconds elapsed and waited, by rank."""
 
     at: float
     told: Mapping[int, tuple[float, float]]
@@ -30,14 +30,14 @@ class WaitSample:
 
 @frozen_record
 class Chunk:
-    """Some operations of one kind, of which all members have told. Members are in the order of ``Lane.members``.
+    """Some operations of one kind that all members have reported. Members are in the order of ``Lane.members``.
 
     Attributes:
-        at: When they told, on the agent's clock.
-        count: How many operations.
-        sums: How long each member has waited in them.
-        lasts: How often each was the last.
-        worst: By how much the last one of an operation was later than the next, and which member that was.
+        at: The time of the reports, on the agent's clock.
+        count: The number of operations.
+        sums: How long each member has waited in them, in seconds.
+        lasts: How often each member was the last.
+        worst: The most seconds by which the last member of an operation came after the next to last, and that member.
     """
 
     at: float
@@ -49,12 +49,12 @@ class Chunk:
 
 @frozen_record
 class Lateness:
-    """How ranks come to the operations of one kind.
+    """How late some ranks come to the operations of one kind.
 
     Attributes:
-        last: In which share of them one of these was the last.
-        seconds: By which they were later than the next one in each, on average.
-        once: The seconds for which they held the others up, if most of that was at one time; else 0.
+        last: The share of the operations in which one of these ranks was the last.
+        seconds: By how much they were later than the others in each, on average.
+        once: The seconds for which they delayed the others, if most of that was at one time; else 0.
     """
 
     last: float
@@ -64,13 +64,13 @@ class Lateness:
 
 @frozen_record
 class SlowVerdict:
-    """Ranks that the others wait for.
+    """The verdict that the others wait for some ranks.
 
     Attributes:
-        ranks: Which.
-        part: Of the time, for which each of the others waits longer than any of these.
-        share: For which they do on average.
-        steadily: They did all the while, not in one part of it.
+        ranks: These ranks.
+        part: The share of the time by which each of the others waits longer than any of these ranks.
+        share: The share of the time by which they wait longer on average.
+        steadily: True if that held all the time, not only in a part of it.
     """
 
     ranks: tuple[int, ...]
@@ -80,7 +80,7 @@ class SlowVerdict:
 
 
 class Comparison:
-    """The ranks of a call, over the last ``seconds``."""
+    """The comparison of a call's ranks over the last ``seconds``."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -89,7 +89,7 @@ class Comparison:
         self._lanes: dict[str, Lane] = {}
 
     def take(self, rank: int, told: WaitsOfRank) -> None:
-        """Take what a rank has waited for since it was asked before."""
+        """Add a rank's report of its waits since the last report."""
         elapsed, waited = self._told.get(rank, (0.0, 0.0))
         self._told[rank] = elapsed + told.elapsed, waited + told.waited
         for name, waits in told.lanes.items():
@@ -98,7 +98,7 @@ class Comparison:
             self._lanes[name].take(rank, waits)
 
     def conclude(self, at: float) -> None:
-        """Make a sample of what was told, and forget what is too old."""
+        """Make a sample of the reports since the last one, and drop old samples."""
         if self._told:
             self._samples.append(WaitSample(at, self._told))
             self._told = {}
@@ -113,11 +113,14 @@ class Comparison:
         return any(waited > 0 for sample in self._samples for _, waited in sample.told.values())
 
     def covers(self, seconds: float) -> bool:
-        """True if there is enough of that many seconds."""
+        """True if the samples span at least this many seconds."""
         return len(self._samples) >= _PARTS and self._samples[-1].at - self._samples[0].at >= seconds
 
     def verdict(self, share: float) -> SlowVerdict | None:
-        """Return whom the others wait for; None if nothing follows from what was told. ``share``: what is steady."""
+        """Return for which ranks the others wait; None if fewer than two ranks have reported.
+
+        ``share``: of the time, by which the others must wait longer in each part of it to make that steady.
+        """
         samples = list(self._samples)
         waits = shares(samples)
         if len(waits) < 2:
@@ -134,16 +137,16 @@ class Comparison:
         )
 
     def lateness(self, ranks: Sequence[int]) -> Lateness | None:
-        """Return how these ranks come to the operations in which they hold the others up most; None: nobody knows."""
+        """Return how late these ranks come to the operations in which they delay the others most; None if not known."""
         found = [lane.lateness(ranks) for lane in self._lanes.values() if set(ranks) < set(lane.members)]
         late = [(total, one) for total, one in found if one is not None]
         return max(late, key=lambda one: one[0])[1] if late else None
 
 
 def shares(samples: Iterable[WaitSample]) -> dict[int, float]:
-    """Return for which share of its time each rank has waited, of those that are in half of the samples.
+    """Return the share of its time for which each rank has waited. Ranks in less than half of the samples are left out.
 
-    A rank that was stopped, or whose C code held the interpreter lock, says later how long it waited in that time, too.
+    A rank that was stopped, or whose C code held the interpreter lock, reports the waits of that time later.
     """
     told = [sample.told for sample in samples]
     found = {}
@@ -156,14 +159,14 @@ def shares(samples: Iterable[WaitSample]) -> dict[int, float]:
 
 
 def slowest(waits: Mapping[int, float]) -> tuple[int, ...]:
-    """Return the ranks below the widest gap: half of them at most, since what the others do is what is usual."""
+    """Return the ranks below the widest gap in ``waits``: half of the ranks at most, as the majority is normal."""
     order = sorted(waits, key=waits.__getitem__)
     cut = max(range(1, len(order) // 2 + 1), key=lambda at: waits[order[at]] - waits[order[at - 1]])
     return tuple(sorted(order[:cut]))
 
 
 def gap(waits: Mapping[int, float], slow: Sequence[int]) -> float:
-    """Return by how much each of the others waits longer than any of the slow ones."""
+    """Return by how much each of the other ranks waits longer than any of the slow ones."""
     others = [wait for rank, wait in waits.items() if rank not in slow]
     these = [waits[rank] for rank in slow if rank in waits]
     return min(others) - max(these) if others and these else 0.0
@@ -178,12 +181,12 @@ class Lane:
     _told: dict[int, dict[int, float]] = field(default_factory=dict)
 
     def take(self, rank: int, waits: Waits) -> None:
-        """Take what a member has told."""
+        """Add a member's report."""
         for number, waited in zip(waits.numbers, waits.waits, strict=True):
             self._told.setdefault(number, {})[rank] = waited
 
     def conclude(self, at: float, oldest: float) -> None:
-        """Make a chunk of what all members have told, and forget older ones."""
+        """Make a chunk of the operations that all members have reported, and drop old chunks."""
         whole = [number for number, told in self._told.items() if len(told) == len(self.members)]
         if whole:
             told_by_all = map(self._told.pop, whole)
@@ -194,7 +197,7 @@ class Lane:
             self.chunks.popleft()
 
     def lateness(self, ranks: Sequence[int]) -> tuple[float, Lateness | None]:
-        """Return for how many seconds these held the others up, and how."""
+        """Return for how many seconds these ranks delayed the others, and how late they came; None if not known."""
         count = sum(chunk.count for chunk in self.chunks)
         if not count:
             return 0.0, None
@@ -208,7 +211,7 @@ class Lane:
 
 
 def chunk_of(at: float, rows: Sequence[Sequence[float]]) -> Chunk:
-    """Make a chunk of operations: of each, for how long its members have waited."""
+    """Make a chunk. ``rows``: for each operation, how long its members have waited."""
     leads = [_lead(waits) for waits in rows]
     lasts = [0] * len(rows[0])
     for _, index in leads:
@@ -217,6 +220,6 @@ def chunk_of(at: float, rows: Sequence[Sequence[float]]) -> Chunk:
 
 
 def _lead(waits: Sequence[float]) -> tuple[float, int]:
-    """Return by how much the one that waited least was later than the next, and which it was."""
+    """Return by how much the member that waited least was later than the next, and its index."""
     least, *others = sorted(waits)[:2]
     return (others[0] - least if others else 0.0), waits.index(least)

@@ -1,4 +1,4 @@
-"""What the agents of several machines tell each other, as JSON has it. What comes from them is checked."""
+"""The messages between the agents of several machines, as JSON. Each agent checks what it receives."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from mlaunch.base.text import printable
 from mlaunch.slow.wire import SlowRanks, Waits, WaitsOfRank
 
-_LANES = 4  # of which a machine tells, those in which its ranks wait longest
+_LANES = 4  # lanes that a machine reports: those in which its ranks wait longest
 _ROWS = 16  # operations of each
 _MICROSECONDS = 1e6
 _TEXT = 500  # bytes
 
 
 def word_of_waits(call: int, waits: Mapping[int, WaitsOfRank]) -> dict[str, Any]:
-    """Return what the ranks of this machine have waited for, by global rank. Of many operations it has some."""
+    """Return the message about the waits of this machine's ranks, by global rank. It has a part of the operations."""
     ranks = {rank: [told.elapsed, told.waited] for rank, told in waits.items()}
     lanes = sorted({name for told in waits.values() for name in told.lanes})
     lanes.sort(key=lambda name: -sum(sum(told.lanes[name].waits) for told in waits.values() if name in told.lanes))
@@ -31,7 +31,7 @@ def word_of_waits(call: int, waits: Mapping[int, WaitsOfRank]) -> dict[str, Any]
 
 
 def waits_of_word(word: Mapping[str, Any], call: int) -> dict[int, WaitsOfRank]:
-    """Read that; nothing if it is about another call, or makes no sense."""
+    """Read a message of ``word_of_waits``; {} if it is about another call, or is malformed."""
     try:
         if word["call"] != call:
             return {}
@@ -49,12 +49,12 @@ def waits_of_word(word: Mapping[str, Any], call: int) -> dict[int, WaitsOfRank]:
 
 
 def word_of_verdict(facts: Mapping[str, object], slow: SlowRanks | None) -> dict[str, Any]:
-    """Return what ``mlaunch ps`` shows on each machine, and the ranks of which their users are to hear now."""
+    """Return the message with the facts that ``mlaunch ps`` shows on each machine, and the slow ranks to report now."""
     return {"facts": dict(facts), "slow": None if slow is None else asdict(slow)}
 
 
 def verdict_of_word(word: Mapping[str, Any]) -> tuple[dict[str, object], SlowRanks | None]:
-    """Read that; no facts if it makes no sense."""
+    """Read a message of ``word_of_verdict``; no facts if it is malformed."""
     try:
         facts = {str(name): _fact(value) for name, value in word["facts"].items()}
         if (slow := word["slow"]) is None:
@@ -71,7 +71,7 @@ def _fact(value: object) -> object:
 
 
 def _step(count: int) -> int:
-    """Return which operations to send: the numbers that this divides, a power of two, so that machines agree."""
+    """Return n to send each n-th operation. It is a power of two, so that all machines send the same operations."""
     step = 1
     while count > _ROWS * step:
         step *= 2

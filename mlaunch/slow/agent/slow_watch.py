@@ -1,4 +1,4 @@
-"""What asks the ranks every few seconds how long they have waited, and says once which ones are slow."""
+"""The watch that asks the ranks every few seconds how long they have waited, and reports slow ones once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NOTHING = "nothing to compare yet: no rank has waited for others, in collective
 
 
 class SlowWatch(AgentPart):
-    """The comparison of the ranks of the call that runs; on the machine of rank 0, of all machines."""
+    """The watch over the ranks of the current call; on the machine of rank 0, over the ranks of all machines."""
 
     def __init__(self, scene: Scene) -> None:
         self._scene, self._clock = scene, scene.clock
@@ -32,10 +32,10 @@ class SlowWatch(AgentPart):
     def _forget(self) -> None:
         self._comparison = Comparison(self._terms.seconds)
         self._has_told = False
-        self._slow: tuple[tuple[int, ...], float] = (), 0.0  # which ranks are, and since when
-        self._told: dict[int, WaitsOfRank] = {}  # by ranks of this machine, since the last comparison
+        self._slow: tuple[tuple[int, ...], float] = (), 0.0  # the slow ranks, and since when they are
+        self._told: dict[int, WaitsOfRank] = {}  # reports of this machine's ranks since the last comparison
         self._facts: Mapping[str, object] = {"text": _NOTHING}
-        self._said: object = None  # to the other machines
+        self._said: object = None  # the last message to the other machines
 
     def due(self) -> list[float]:
         return [self._next_at]
@@ -64,7 +64,7 @@ class SlowWatch(AgentPart):
             return
         facts, slow = other_machines.verdict_of_word(word)
         self._facts = facts or self._facts
-        if slow is not None and self._scene.machines_agree:  # else one caller hears all machines
+        if slow is not None and self._scene.machines_agree:  # otherwise one caller receives the news of all machines
             self._scene.say(slow)
 
     def _compare(self, told: Mapping[int, WaitsOfRank]) -> None:
@@ -81,7 +81,7 @@ class SlowWatch(AgentPart):
             self._scene.tell_machines(word)
 
     def _judge(self) -> SlowRanks | None:
-        """Return ranks that are slow, once for each call."""
+        """Return the slow ranks, once for each call."""
         verdict = self._comparison.verdict(self._terms.share)
         if verdict is None or verdict.part < self._terms.share:
             self._slow = (), 0.0
@@ -108,7 +108,7 @@ class SlowWatch(AgentPart):
         return f"{who} {verb} last into {often}, by {each} each ({waits})"
 
     def _find_facts(self) -> Mapping[str, object]:
-        """Return who is slow now."""
+        """Work out the facts about the ranks that are slow now."""
         verdict = self._comparison.verdict(self._terms.share)
         if verdict is None or not self._comparison.waits:
             return {"text": _NOTHING}
@@ -119,11 +119,11 @@ class SlowWatch(AgentPart):
         return {"text": self._text(verdict, late), "ranks": ranks, "seconds": late.seconds, "share": verdict.share}
 
     def facts(self) -> Mapping[str, object]:
-        """Return who is slow now, for ``mlaunch ps`` and ``mlaunch why``."""
+        """Return the last facts about slow ranks, for ``mlaunch ps`` and ``mlaunch why``."""
         return self._facts
 
     def over(self) -> None:
-        """Forget what was compared."""
+        """Drop the comparison of the call that is over."""
         self._forget()
 
 

@@ -242,7 +242,7 @@ class MergedAgent:
             self._tell(machine.shifted(record), [content] if content >= 0 else nothing)
 
     def _answers(self, machine: Machine, record: AgentSays, content: int) -> bool:
-        """Handle a record that answers a question of this thread's; False if it is another one, which the handle gets."""
+        """Handle a record that answers a question of this thread's; False if it is another one, for the handle."""
         if isinstance(record, Told):
             self.inspection.take(machine, record.number, content)
             return True
@@ -257,7 +257,7 @@ class MergedAgent:
             self._times.begin_to_give_up()
 
     def _give_up(self) -> None:
-        """Give up the machines that have not ended after another one was reported lost: it may never report that itself."""
+        """Give up the machines that have not ended, after one was reported lost that may never report it itself."""
         if self._second_hand is not None and self._open:
             silent = f"nothing more came from host {', '.join(machine.host for machine in self._open.values())}"
             self._second_hand = dataclasses.replace(self._second_hand, hints=(*self._second_hand.hints, silent))

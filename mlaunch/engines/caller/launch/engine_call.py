@@ -38,7 +38,7 @@ class Attempts:
         self._preempted = False  # the machines of the last one were taken
 
     def steps(self, parts: CallerParts, most: int) -> Steps:
-        """Return how the last attempt ended. ``most``: how often it may start again because its machines were preempted."""
+        """Return how the last attempt ended. ``most``: how often preempted machines may be replaced."""
         self._parts, self._most = parts, most
         begun, left = time.monotonic(), self._options.deadline
         for number in range(most + 1):

@@ -211,7 +211,7 @@ class MachinesLaunch:
         return Context({}, "", (), work.argv, None, None, os.getpid(), known, source)
 
     def _master_ip(self, head: Offer) -> str:
-        """Return the address at which the machines meet: the option's, or loopback for one machine, or the first one's."""
+        """Return the address where machines meet: the option's, or loopback for one machine, or the first one's."""
         if self.options.master_ip != "localhost":
             return self.options.master_ip.strip("[]")
         networks = {machine.given.identity for machine in self.placed.machines}
@@ -276,7 +276,7 @@ def address_for_all(placed: PlacedMachines, port: int) -> str:
 def _tried(placed: PlacedMachines, port: int) -> str:
     first, *others = placed.machines
     offered = first.given.addresses
-    if not placed.ask([first], Listen(port), _ANSWER_TIMEOUT)[0].listens:  # the port is taken, which its agent will report
+    if not placed.ask([first], Listen(port), _ANSWER_TIMEOUT)[0].listens:  # taken, as its agent will report
         return offered[0]
     told = [one.failures for one in placed.ask(others, Reach(offered, port), _ANSWER_TIMEOUT)]
     placed.ask([first], Listen(None), _ANSWER_TIMEOUT)

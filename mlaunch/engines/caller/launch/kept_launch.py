@@ -134,8 +134,8 @@ class KeptAgents(MergedAgent):
             self._unsaid, self._printed = CallOver(self._number), self._backlog.ends()
 
     def _compare(self) -> None:
-        # Decided here, since the rank that is behind may be on any machine. The gate, which knows all machines, too, would
-        # have to know what a call is.
+        # Decided here, since the rank that is behind may be on any machine. The gate, which also knows all machines,
+        # would have to know what a call is.
         complete = len(self._complete) == len(self._machines)
         if complete and in_step.agree([numbers for _, numbers in sorted(self._told.items())]):
             self._back.clear()

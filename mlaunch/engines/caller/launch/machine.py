@@ -95,7 +95,7 @@ class Machine:
             line = self.stream.skip_to(MARK)
             if line is None:
                 return False
-            with contextlib.suppress(ValueError):  # another program printed the mark: a shell that has not found a command
+            with contextlib.suppress(ValueError):  # not a member's: a shell's error, perhaps
                 hello = dict(json.loads(line))
         self.host, pid = printable(str(hello["host"]), _NAME), hello.get("pid")
         self.pid = pid if isinstance(pid, int) else 0
@@ -140,7 +140,7 @@ class Machine:
         return False
 
     def shifted(self, record: AgentSays) -> AgentSays:
-        """Return its agent's record with the times of this machine's clock, and with the host where a rank has started."""
+        """Return its agent's record with times of this machine's clock, and with the host where a rank has started."""
         if isinstance(record, RankStarted):
             return dataclasses.replace(record, at=record.at + self.shift, host=self.host)
         if isinstance(record, RankAnswered | RankGone):
@@ -176,7 +176,7 @@ class Machine:
 
 
 def advice(python: str, fate: str, words: str) -> list[str]:
-    """Return hints about a member that ended before it had started, by what it wrote to standard error; [] if none fit."""
+    """Return hints about a member that ended before it had started, by its standard error; [] if none fit."""
     if "No module named" in words and "mlaunch" in words:
         install = shlex.join([python, "-m", "pip", "install", f"mlaunch=={_version.__version__}"])
         return [f"mlaunch must be installed there: {install}"]

@@ -33,9 +33,9 @@ _LOOK_DELAY = 0.1  # seconds between queries to the engine
 
 
 class PlacedMachines:
-    """The machines of a launch. This class sends them questions, and finds out why one has ended; others hold them.
+    """The machines of a launch, which another object may hold. Asks them questions, and finds out why one has ended.
 
-    ``n_gpus``: ranks on each, where a call does not say it; ``heartbeat_timeout``: the engine's.
+    ``n_gpus``: ranks on each, if a call does not say it; ``heartbeat_timeout``: the engine's.
     """
 
     def __init__(self, n_gpus: int | None, heartbeat_timeout: float | None) -> None:

@@ -105,7 +105,7 @@ class MachinesInspection:
         )
 
     def obey(self, record: AgentHears, there: Sequence[Machine], launcher: AgentsEnd) -> bool:
-        """Send the launch's handle the answer to a record; False if the record asks for something else."""
+        """Answer a question of the launch's handle; False if the record is another one."""
         if isinstance(record, Question) and isinstance(record.about, bytes):
             self.ask(record.about, there, functools.partial(tell_launcher, launcher, record.number))
         return isinstance(record, Question)

@@ -25,8 +25,7 @@ class _Pipe:
 class Backlog:
     """The pipes by rank and stream. ``limit``: bytes that may wait in all pipes before ``full``; None: no limit.
 
-    Without a limit no machine waits, and output that a pipe's share does not hold is dropped: a line in its place says how
-    many bytes.
+    Without a limit no machine waits, and output above 4 MiB is dropped: a line in its place says how many bytes.
     """
 
     def __init__(self) -> None:
