@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 LIMITS = {
     "caller": (273, 56),
     "fork server": (80, 11),
-    "agent": (310, 46),
+    "agent": (310, 47),
     "rank": (182, 39),
     "all": (735, 113),
 }

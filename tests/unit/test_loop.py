@@ -108,6 +108,7 @@ INSIDE = {
     "mlaunch.profile.caller.trace_file": "test_steps_that_the_function_counts",
     "mlaunch.profile.rank": "test_steps_that_the_function_counts",
     "mlaunch.profile.wire": "test_steps_that_the_function_counts",
+    "mlaunch.caller.options.option_fields": "test_every_option_is_in_help_and_on_the_page",
     "mlaunch.caller.launch.hints": "test_a_killed_ranks_peak_memory_is_told",
     "mlaunch.compat.caller.detectron2": "test_launch",
     "mlaunch.caller.output.files": "test_files",
