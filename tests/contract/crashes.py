@@ -161,9 +161,9 @@ def unpickling(_fuse: object) -> None:
 
 def limits(how: str, function: Callable[..., object] | None = None) -> dict[str, Any]:
     """A deadline, where the launch would not end by itself."""
-    returns = how == "stops the fork server"  # for which nobody waits
+    deadline = 60.0 if how == "stops the fork server" else 0.7  # for which nobody waits, so it is never reached
     ends_itself = function in {after_return, after_the_answer} and how == "SIGSTOP"
-    return ({} if ends_itself or returns else {"deadline": 0.7}) | {"grace_period": 0.1} if how in NEVER_END else {}
+    return ({} if ends_itself else {"deadline": deadline}) | {"grace_period": 0.1} if how in NEVER_END else {}
 
 
 PLACES = {
