@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from subprocess import PIPE
 from typing import Any
 
@@ -17,12 +18,15 @@ import pytest
 from mlaunch import Ranks, launcher
 from tests import launches, schema
 from tests.conftest import ROOT
+from tests.processes import wait_until
 from tests.system.network import free_port
 
 STEP = 0.05  # seconds
+LIMIT = 120.0  # seconds in which a rank is named, on any machine
 
 
-def train(seconds: float, slowed: int | None, *, model: bool) -> int:
+def train(seconds: float, slowed: int | None, *, model: bool, until: str = os.devnull) -> int:
+    """Take steps for that time at most: until the file ``until`` has something in it."""
     import torch
     import torch.distributed as dist
 
@@ -33,7 +37,7 @@ def train(seconds: float, slowed: int | None, *, model: bool) -> int:
         time.sleep(STEP * (1.5 if rank == slowed else 1))
         if wrapped is not None:
             wrapped(torch.ones(4, 8)).sum().backward()
-        goes_on[0] = time.monotonic() < ends
+        goes_on[0] = time.monotonic() < ends and not os.stat(until).st_size
         if wrapped is None or steps % 8 == 0:
             dist.all_reduce(goes_on, dist.ReduceOp.MIN)
         steps += 1
@@ -103,36 +107,47 @@ def test_healthy_ranks_are_not(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Ca
 
 @pytest.mark.slow
 def test_ranks_that_stay_on_machines_of_an_engine(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """The one on another machine is named, to the one caller; each call by itself."""
     pytest.importorskip("torch", reason="the ranks' collectives are torch's")
     from tests.contract.test_engine_calls import Threads
 
     launches.hurry_slow(monkeypatch, 3.0)
-    told, said = threading.Event(), list[str]()
+    over, printed, listed = threading.Event(), list[str](), list[str]()
+    (enough := tmp_path / "enough").touch()
+
+    def is_said() -> bool:
+        printed.append(capfd.readouterr().err)
+        own = [one for one in of_ps() if one["agent"] == os.getpid()]
+        listed.extend(one["features"]["slow"]["text"] for one in own if "slow" in one["features"])
+        return all("rank 2 is last into" in "".join(texts) for texts in (printed, listed))
 
     def look() -> None:
-        while not told.wait(0.5):
-            listed = json.loads(subprocess.check_output([sys.executable, "-m", "mlaunch", "ps", "--json"]))
-            own = [one["features"] for one in listed if one["agent"] == os.getpid()]
-            said.extend(features["slow"]["text"] for features in own if "slow" in features)
+        while not over.wait(0.5) and not is_said():
+            pass
+        enough.write_text("said")
 
     looking = threading.Thread(target=look)
     with Ranks(n_gpus=2, engine=Threads(), slow="10%") as ranks:  # two on the first machine, one on the second
         looking.start()
         try:
-            ranks.run(train, 8.0, 2, model=False)
+            ranks.run(train, LIMIT, 2, model=False, until=str(enough))
         finally:
-            told.set()
+            over.set()
             looking.join()
         assert ranks.last is not None
         assert ranks.last.slow_ranks is not None
         assert ranks.last.slow_ranks.ranks == (2,)
         ranks.run(int)
         assert ranks.last.slow_ranks is None
-    assert any("rank 2 is last into" in text for text in said)
-    assert capfd.readouterr().err.count("rank 2 is last into") == 1
+    assert any("rank 2 is last into" in text for text in listed)
+    assert ("".join(printed) + capfd.readouterr().err).count("rank 2 is last into") == 1
+
+
+def of_ps() -> list[dict[str, Any]]:
+    told: list[dict[str, Any]] = json.loads(subprocess.check_output([sys.executable, "-m", "mlaunch", "ps", "--json"]))
+    return told
 
 
 MACHINE = """
@@ -140,13 +155,13 @@ import sys
 import pytest
 from mlaunch import launcher
 from tests import launches
-from tests.contract.test_slow import train
+from tests.contract.test_slow import LIMIT, train
 
-rank_start, here, port = map(int, sys.argv[1:])
+rank_start, here, port = map(int, sys.argv[1:4])
 with pytest.MonkeyPatch.context() as patch:
     launches.hurry_slow(patch, 3.0)
     call = launcher(train, here, 3, slow="10%", rank_start=rank_start, master_ip="127.0.0.1", port=port)
-    call(8.0, 1, model=False)
+    call(LIMIT, 1, model=False, until=sys.argv[4])
     print(call.last.slow_ranks.ranks)
 """
 SHIFTED = ["unshare", "--time", "--fork", "--kill-child", "--monotonic", "1000000", "--boottime", "1000000"]
@@ -154,25 +169,33 @@ SHIFTED = ["unshare", "--time", "--fork", "--kill-child", "--monotonic", "100000
 
 @pytest.mark.slow
 @pytest.mark.dear("each machine is a caller of its own, with its own fork server")
-def test_machines_whose_clocks_differ() -> None:
+def test_machines_whose_clocks_differ(tmp_path: Path) -> None:
     """By eleven days: no clock is compared with another one. Each caller is told, the slow rank's among them."""
     pytest.importorskip("torch", reason="the ranks' collectives are torch's")
     if subprocess.run([*SHIFTED, "true"], check=False, capture_output=True).returncode:
         pytest.skip("no time namespace can be made here")
-    port = str(free_port())
-    machines = (
-        [sys.executable, "-c", MACHINE, "0", "1", port],
-        [*SHIFTED, sys.executable, "-c", MACHINE, "1", "2", port],
-    )
+    (enough := tmp_path / "enough").touch()
+    last = [str(free_port()), str(enough)]
+    machines = {
+        tmp_path / "first": [sys.executable, "-c", MACHINE, "0", "1", *last],
+        tmp_path / "second": [*SHIFTED, sys.executable, "-c", MACHINE, "1", "2", *last],
+    }
     with contextlib.ExitStack() as stack:
         running = []
-        for command in machines:
-            running.append(subprocess.Popen(command, cwd=ROOT, stdout=PIPE, stderr=PIPE, text=True))
+        for printed, command in machines.items():
+            errors = stack.enter_context(printed.open("w"))
+            running.append(subprocess.Popen(command, cwd=ROOT, stdout=PIPE, stderr=errors, text=True))
             stack.callback(running[-1].kill)
-        for process in running:
-            said, err = process.communicate(timeout=120)
-            assert said == "(1,)\n", err
-            assert "rank 1 is last into" in err
+
+        def is_over() -> bool:
+            said = all("rank 1 is last into" in printed.read_text() for printed in machines)
+            return said or any(process.poll() is not None for process in running)
+
+        wait_until(is_over)
+        enough.write_text("said")
+        for process, printed in zip(running, machines, strict=True):
+            assert process.communicate(timeout=LIMIT)[0] == "(1,)\n", printed.read_text()
+            assert "rank 1 is last into" in printed.read_text()
 
 
 def test_where_it_is_not() -> None:
