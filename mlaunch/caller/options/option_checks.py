@@ -102,7 +102,10 @@ def _check_features(given: Mapping[str, Any]) -> None:
         for other, why in refused.items():
             if why and given[other] is not None and feature.asks(given):
                 name = feature.options[0]
-                raise ValueError(f"{name}={given[name]!r} with {other}=: {why}; allowed: a call with ranks of its own")
+                own = "" if feature.one_call else f"Ranks(..., {name}=...), or "
+                raise ValueError(
+                    f"{name}={given[name]!r} with {other}=: {why}; allowed: {own}a call with ranks of its own"
+                )
 
 
 def _check_lease(given: Mapping[str, Any]) -> None:
