@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mlaunch.agreed_stop.wire import NAME, AskToStop, StopAgreed, StopOverdue, StopTerms
 from mlaunch.base import signals
-from mlaunch.base.misuse import misuse
+from mlaunch.base.exceptions import misuse
 from mlaunch.caller.report.launch_report import Stopped
 from mlaunch.core.notes import Note
 from mlaunch.core.parts import CallerPart

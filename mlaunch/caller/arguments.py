@@ -9,7 +9,7 @@ from inspect import Parameter
 from types import FunctionType, GeneratorType
 from typing import Any
 
-from mlaunch.base.misuse import misuse
+from mlaunch.base.exceptions import misuse
 from mlaunch.caller.options.launch_options import Options
 
 _HINTS = {

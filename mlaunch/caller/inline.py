@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.base import seeding
-from mlaunch.base.misuse import misuse
+from mlaunch.base.exceptions import misuse
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.rank.for_users import current_device
 from mlaunch.rank.setup import device, environment, group

@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
-from mlaunch.base.misuse import hides_our_frames
+from mlaunch.base.exceptions import hides_our_frames
 from mlaunch.caller import arguments, interrupts, nesting
 from mlaunch.caller.call_log import CallLog
 from mlaunch.caller.options import option_text

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mlaunch.base import seeding
-from mlaunch.base.misuse import misuse
+from mlaunch.base.exceptions import misuse
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.protocol import this_rank
 from mlaunch.rank.joining.recognise import RankInfo, recognise

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from mlaunch.base.exceptions import misuse
 from mlaunch.base.log import log
-from mlaunch.base.misuse import misuse
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.caller.server.warm import warm_server

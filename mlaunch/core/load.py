@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Generator, Iterator, Mapping, 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from mlaunch.base.misuse import misuse
+from mlaunch.base.exceptions import misuse
 from mlaunch.features import FEATURES, Feature, asked_for, with_hook
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from mlaunch.base.failure_data import named
+from mlaunch.base.exceptions import frames_by_name
 from mlaunch.base.text import shown
 from mlaunch.caller.running_launches import facts_of, title_of, whole
 from mlaunch.cli.chosen_launches import add_choice, asked, launch_data, nothing, print_json, rank_data
@@ -105,4 +105,4 @@ def with_reason(told: Mapping[str, Any]) -> dict[str, Any]:
 
 def _with_frames(told: Mapping[str, Any], *, all_threads: bool = False) -> dict[str, Any]:
     text = {"stacks": told.get("stacks", "")} if all_threads else {}
-    return {**rank_data(told), "frames": named(told.get("frames", [])), **text}
+    return {**rank_data(told), "frames": frames_by_name(told.get("frames", [])), **text}

@@ -7,8 +7,8 @@ import socket
 import traceback
 from types import TracebackType
 
+from mlaunch.base.exceptions import is_misuse
 from mlaunch.base.frames import RUNPY, is_ours
-from mlaunch.base.misuse import is_misuse
 from mlaunch.base.text import without_middle
 from mlaunch.protocol import explain
 from mlaunch.protocol.messages import Phase, RemoteError

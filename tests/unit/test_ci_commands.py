@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mlaunch.base.failure_data import of_text
+from mlaunch.base.exceptions import failure_of_text
 from mlaunch.ci import caller as github
 
 
@@ -33,7 +33,7 @@ def test_what_is_escaped(checkout: Path) -> None:
 def test_where_no_line_of_the_checkout_is_known(checkout: Path) -> None:
     places = [(str(checkout.parent / "outside.py"), 1), (str(checkout / "gone.py"), 2), ("<string>", 3)]
     assert github.error_command("it", "failed", places) == "::error title=it::failed"
-    assert github.of_launch(of_text("not_started", "no fork server\n\nmore")) == (
+    assert github.of_launch(failure_of_text("not_started", "no fork server\n\nmore")) == (
         "::error title=mlaunch%3A not started::no fork server"
     )
 

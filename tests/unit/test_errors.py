@@ -10,8 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from mlaunch.base.exceptions import LaunchError, LaunchTimeout, RankFailure, RanksLost, report_of
-from mlaunch.base.misuse import is_misuse, misuse
+from mlaunch.base.exceptions import LaunchError, LaunchTimeout, RankFailure, RanksLost, is_misuse, misuse, report_of
 from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.report.failure_text import in_order
 from mlaunch.protocol.messages import DeadlinePassed, Phase

@@ -93,8 +93,6 @@ INSIDE = {
     "mlaunch.cli.parser": "test_completion",
     "mlaunch.agent.prepared": "test_a_prepared_launch_serves_other_functions_arguments_and_command_lines",
     "mlaunch.agreed_stop.command": "test_the_command_alone_lists_its_commands",
-    "mlaunch.base.failure_data": "test_a_rank_that_fails",
-    "mlaunch.base.misuse": "test_only_functions_can_be_decorated",
     "mlaunch.base.ported_names": "test_a_name_of_another_launcher_says_what_to_use",
     "mlaunch.debug.caller.asking": "test_the_lines_may_come_from_a_program",
     "mlaunch.debug.caller.debugged_handle": "test_the_lines_may_come_from_a_program",

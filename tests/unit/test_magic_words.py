@@ -8,8 +8,7 @@ import types
 
 import pytest
 
-from mlaunch.base.exceptions import LaunchError
-from mlaunch.base.misuse import misuse
+from mlaunch.base.exceptions import LaunchError, misuse
 from mlaunch.cells.caller.cell_calls import CellJob
 from mlaunch.cells.caller.cell_result import CellResult
 from mlaunch.cells.caller.cell_source import cell_source

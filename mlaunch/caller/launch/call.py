@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.base import rlimits
-from mlaunch.base.exceptions import LaunchError
-from mlaunch.base.misuse import misuse
+from mlaunch.base.exceptions import LaunchError, misuse
 from mlaunch.caller import interrupts
 from mlaunch.caller.launch import hints
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan

@@ -7,9 +7,9 @@ import dataclasses
 import os
 import pickle
 from collections.abc import Callable, Collection, Generator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mlaunch.base.exceptions import LaunchError, LaunchTimeout, RankFailure
+from mlaunch.base.exceptions import FailedLaunch, LaunchError, LaunchTimeout, OtherRank, RankFailure
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.text import name_ranks, name_some_ranks
 from mlaunch.caller.launch.hints import hints_of, of_value
@@ -23,9 +23,6 @@ from mlaunch.caller.warn import warn_caller
 from mlaunch.core.grants import Need
 from mlaunch.protocol.messages import Phase
 from mlaunch.protocol.stack_dump import main_frames, text_of
-
-if TYPE_CHECKING:
-    from mlaunch.base.failure_data import FailedLaunch
 
 
 @frozen_record
@@ -227,8 +224,6 @@ def _error(outcome: Outcome, kind: type[LaunchError], text: str, word: str = "")
 
 
 def _launch_of(outcome: Outcome) -> FailedLaunch:
-    from mlaunch.base.failure_data import FailedLaunch, OtherRank  # most calls do not need it
-
     spec, failed = outcome.spec, {failure.rank for failure in outcome.failures}
     others = [
         OtherRank(dump.rank, dump.phase.value, doing_of(dump), tuple(main_frames(dump.text)))

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mlaunch.base.misuse import is_misuse, misuse
+from mlaunch.base.exceptions import is_misuse, misuse
 from mlaunch.caller import interrupts
 from mlaunch.caller.launch.handle import LaunchHandle
 from mlaunch.caller.output.output_plan import OutputPlan

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from mlaunch.base.misuse import misuse
+from mlaunch.base.exceptions import misuse
 from mlaunch.base.text import in_bytes, name_ranks
 from mlaunch.caller.ranks import pickling_for
 from mlaunch.rank import held_objects as on_ranks

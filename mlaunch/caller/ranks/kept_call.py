@@ -11,9 +11,8 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from mlaunch.base.exceptions import RanksLost
+from mlaunch.base.exceptions import RanksLost, is_misuse
 from mlaunch.base.log import log
-from mlaunch.base.misuse import is_misuse
 from mlaunch.caller import interrupts
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.launch.start import unpicklable_call

@@ -16,9 +16,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING, Any
 
-from mlaunch.base.exceptions import RanksLost
+from mlaunch.base.exceptions import RanksLost, misuse
 from mlaunch.base.log import log
-from mlaunch.base.misuse import misuse
 from mlaunch.caller import arguments, interrupts, nesting
 from mlaunch.caller.launch.call import flush_streams, planned, server_for
 from mlaunch.caller.launch.plan import Attempt, ThisMachine

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mlaunch.base.misuse import hides_our_frames, misuse
+from mlaunch.base.exceptions import hides_our_frames, misuse
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options, about
 from mlaunch.caller.ranks.held import Held

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-from mlaunch.base.exceptions import LaunchError
+from mlaunch.base.exceptions import LaunchError, hides_our_frames
 from mlaunch.base.frames import is_ours
-from mlaunch.base.misuse import hides_our_frames
 from mlaunch.caller.report import notebook
 
 E = TypeVar("E", bound=BaseException)

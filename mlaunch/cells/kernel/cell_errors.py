@@ -7,8 +7,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from mlaunch.base.exceptions import report_of
-from mlaunch.base.misuse import is_misuse
+from mlaunch.base.exceptions import is_misuse, report_of
 from mlaunch.caller.report import notebook
 
 

@@ -16,8 +16,8 @@ from types import FrameType
 from typing import Any
 
 from mlaunch.base import linux
+from mlaunch.base.exceptions import misuse
 from mlaunch.base.fds import close_all
-from mlaunch.base.misuse import misuse
 from mlaunch.caller import interrupts
 from mlaunch.caller.report import notebook
 

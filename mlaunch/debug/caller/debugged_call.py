@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from mlaunch.base.misuse import misuse
+from mlaunch.base.exceptions import misuse
 from mlaunch.caller.options.option_values import ranks_of
 from mlaunch.core import load
 from mlaunch.core.notes import Note

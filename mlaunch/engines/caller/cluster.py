@@ -13,9 +13,8 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mlaunch.base.exceptions import LaunchError
+from mlaunch.base.exceptions import LaunchError, misuse
 from mlaunch.base.fds import renewed
-from mlaunch.base.misuse import misuse
 from mlaunch.caller.launch.call import TRIES
 from mlaunch.caller.launch.plan import Attempt
 from mlaunch.caller.options.launch_options import Options

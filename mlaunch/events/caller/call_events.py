@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from mlaunch._version import SCHEMA
-from mlaunch.base.misuse import as_dict, misuse
+from mlaunch.base.exceptions import as_dict, misuse
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.core.notes import Noticed
 from mlaunch.core.parts import CallerPart, Spell

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from mlaunch.base import linux
+from mlaunch.base.exceptions import misuse
 from mlaunch.base.fds import close_all, in_forks
 from mlaunch.base.frozen_record import frozen_record
-from mlaunch.base.misuse import misuse
 from mlaunch.leases.caller.lease_directory import LeaseDirectory, opened
 
 DEVICE, TICKET = "device.", "ticket."

@@ -7,9 +7,9 @@ import os
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
+from mlaunch.base.exceptions import misuse
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.log import log
-from mlaunch.base.misuse import misuse
 from mlaunch.base.text import ranges
 from mlaunch.caller.launch import plan
 from mlaunch.caller.options.launch_options import Options

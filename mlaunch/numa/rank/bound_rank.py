@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 
 from mlaunch.base import linux
-from mlaunch.base.misuse import misuse
+from mlaunch.base.exceptions import misuse
 from mlaunch.core.parts import RankPart
 from mlaunch.numa.rank.binding import Binding, Seats, bindings, cpus_in_words, lines, threads_of
 from mlaunch.numa.rank.seats import seats_of

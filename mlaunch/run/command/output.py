@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlaunch.base import failure_data
-from mlaunch.base.exceptions import LaunchError
+from mlaunch.base.exceptions import LaunchError, failure_of_text
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.text import without_escapes
 from mlaunch.caller.output import files
@@ -166,7 +165,7 @@ def note_error(text: str, code: int, error: LaunchError | None = None, status: i
     another.
     """
     kind = {MISUSE: "misuse", STOPPED: "stopped_as_agreed"}.get(code, "interrupted" if code < 0 else "not_started")
-    known = failure_data.of_text(kind, text) if error is None else error.as_dict()
+    known = failure_of_text(kind, text) if error is None else error.as_dict()
     ends_with = status if status is not None else code if code >= 0 else SIGNALLED - code
     errors.write({**known, "status": ends_with})
     try:

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from typing import Any, TextIO
 
-from mlaunch.base.misuse import misuse
+from mlaunch.base.exceptions import misuse
 from mlaunch.protocol import error_file, sources
 from mlaunch.protocol.messages import Phase
 from mlaunch.protocol.spec import Target

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mlaunch.base.misuse import misuse
+from mlaunch.base.exceptions import misuse
 
 _SHOWN = 300  # characters of what a function holds that a file shows
 _NUMBERS = {"builtins", "decimal", "fractions", "numpy"}  # modules whose numbers say all of themselves

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from mlaunch.base.misuse import misuse
+from mlaunch.base.exceptions import misuse
 from mlaunch.caller import arguments, nesting
 from mlaunch.caller.call_log import CallLog
 from mlaunch.caller.options.launch_options import Options, about

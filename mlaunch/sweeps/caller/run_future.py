@@ -12,8 +12,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from mlaunch.base.exceptions import hides_our_frames
 from mlaunch.base.log import log
-from mlaunch.base.misuse import hides_our_frames
 from mlaunch.caller import interrupts
 from mlaunch.caller.launch.handle import LaunchHandle
 from mlaunch.caller.launch.settle import Ended

@@ -16,9 +16,9 @@ from concurrent.futures import CancelledError, TimeoutError  # of Python 3.10, a
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
+from mlaunch.base.exceptions import hides_our_frames, misuse
 from mlaunch.base.fds import renewed
 from mlaunch.base.log import log
-from mlaunch.base.misuse import hides_our_frames, misuse
 from mlaunch.caller import arguments, interrupts
 from mlaunch.caller.launch.settle import Ended, add_note
 from mlaunch.caller.options.launch_options import Options

@@ -18,8 +18,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from mlaunch.base.exceptions import misuse
 from mlaunch.base.fds import close_in_forks
-from mlaunch.base.misuse import misuse
 from mlaunch.caller.warn import warn_caller
 from mlaunch.sweeps.caller.identity import identity_of
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from mlaunch.base.misuse import misuse
+from mlaunch.base.exceptions import misuse
 from mlaunch.warm.wire import zygote_place
 
 if TYPE_CHECKING:
