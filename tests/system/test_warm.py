@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from mlaunch.base import linux
-from mlaunch.base.confinement import confinement, is_filtered
+from mlaunch.base.peer_process import confinement, is_filtered
 from mlaunch.warm.caller import zygote_upkeep
 from mlaunch.warm.wire import import_facts
 from mlaunch.warm.wire.zygote_messages import ZygoteState

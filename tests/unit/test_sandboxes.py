@@ -15,10 +15,15 @@ import pytest
 
 from mlaunch.agreed_stop.command import STOP
 from mlaunch.base import linux
-from mlaunch.base.confinement import confinement, is_filtered, rights_lacking
 from mlaunch.base.exceptions import LaunchError
 from mlaunch.base.fds import close_all
-from mlaunch.base.peer_process import differences_to_peer, rights_lacking_to_peer
+from mlaunch.base.peer_process import (
+    confinement,
+    differences_to_peer,
+    is_filtered,
+    rights_lacking,
+    rights_lacking_to_peer,
+)
 from mlaunch.caller import running_launches
 from mlaunch.cli import main, ps_and_stop
 from mlaunch.protocol import visitors

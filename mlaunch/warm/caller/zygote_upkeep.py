@@ -15,10 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from mlaunch.base import linux
-from mlaunch.base.confinement import confinement, is_filtered, read
 from mlaunch.base.exceptions import LaunchError, describe_exit
 from mlaunch.base.log import is_curious, tell_curious
-from mlaunch.base.peer_process import peer_process, pidfd_of_peer, rights_lacking_to_peer
+from mlaunch.base.peer_process import (
+    confinement,
+    is_filtered,
+    peer_process,
+    pidfd_of_peer,
+    read,
+    rights_lacking_to_peer,
+)
 from mlaunch.base.unfollowed import not_followed
 from mlaunch.caller.server.attachments import in_memfds
 from mlaunch.caller.server.start_server import with_huge_heap

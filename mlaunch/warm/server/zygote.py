@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from mlaunch.base import linux
-from mlaunch.base.confinement import is_filtered
 from mlaunch.base.fds import close_all
-from mlaunch.base.peer_process import differences_to_peer, is_this_user
+from mlaunch.base.peer_process import differences_to_peer, is_filtered, is_this_user
 from mlaunch.forkserver.main import serve
 from mlaunch.protocol import payload, settings
 from mlaunch.protocol.channel import Channel, assert_never

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from mlaunch import _version
 from mlaunch.base import linux
-from mlaunch.base.confinement import confinement, read
+from mlaunch.base.peer_process import confinement, read_proc
 from mlaunch.protocol.import_variables import variables
 
 Facts = dict[str, str]  # by the words that a person is shown
@@ -171,7 +171,7 @@ def _file(path: str) -> str:
 def _text(name: str) -> str:
     """Return a file of /proc/self; "" where the kernel has none."""
     with contextlib.suppress(OSError):
-        return read(f"/proc/self/{name}").strip(" \n\0")
+        return read_proc(f"/proc/self/{name}").strip(" \n\0")
     return ""
 
 
