@@ -583,7 +583,7 @@ def fork_at_once(patch: pytest.MonkeyPatch, most: int) -> None:
 
 def mapped_files() -> list[str]:
     """What this process has mapped."""
-    return [mapping.path for mapping in import_module("mlaunch.base.memory_maps").mappings()]
+    return [mapping.path for mapping in import_module("mlaunch.base.own_process").memory_mappings()]
 
 
 def is_stopped(pid: int) -> bool:

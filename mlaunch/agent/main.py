@@ -25,11 +25,11 @@ from mlaunch.agent.prepared import PreparedCall, as_prepared
 from mlaunch.agent.shared_names import SharedNames
 from mlaunch.agent.supervision import Supervision
 from mlaunch.agent.supervisor import Supervisor
-from mlaunch.base import linux, rlimits
+from mlaunch.base import linux
 from mlaunch.base.deadline import Deadline
 from mlaunch.base.fds import OwnedFds, close_all
 from mlaunch.base.frozen_record import frozen_record
-from mlaunch.base.process_name import name_process
+from mlaunch.base.own_process import is_limit, name_limit, name_process
 from mlaunch.base.text import both_ends
 from mlaunch.core import load
 from mlaunch.protocol import error_file, payload, temporary
@@ -98,8 +98,8 @@ def _serve(order: Order, link: Channel[RestingAgentHears, RestingAgentSays] | No
         linux.kill_children()
         os._exit(0)  # while the error holds what was opened: a ResourceWarning would trouble the caller
     except BaseException as error:
-        rlimits.name_limit(error)
-        told = f"{type(error).__name__}: {error}" if rlimits.is_limit(error) else traceback.format_exc()
+        name_limit(error)
+        told = f"{type(error).__name__}: {error}" if is_limit(error) else traceback.format_exc()
         launcher.try_send(AgentFailed(both_ends(told, TEXT_LIMIT)))
         os._exit(1)
     launcher.close()

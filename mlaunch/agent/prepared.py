@@ -16,7 +16,7 @@ from mlaunch.agent.scene import AgentParts
 from mlaunch.base import linux
 from mlaunch.base.deadline import NEVER, Deadline
 from mlaunch.base.fds import close_all
-from mlaunch.base.process_name import name_process
+from mlaunch.base.own_process import name_process
 from mlaunch.protocol.messages import AgentHears, CallBegun
 from mlaunch.protocol.spec import Details, LaunchSpec, new_launch_id
 

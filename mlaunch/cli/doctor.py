@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlaunch._version import SCHEMA, __version__
-from mlaunch.base import linux, rlimits
+from mlaunch.base import linux, own_process
 from mlaunch.base.text import in_bytes
 from mlaunch.cli import bug_report
 from mlaunch.core import load
@@ -128,7 +128,7 @@ def _shared_memory() -> Finding:
 def _open_files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     shown = f"{soft} (hard limit {hard})"
-    if lacks := rlimits.too_few_files(_RANKS):
+    if lacks := own_process.too_few_files(_RANKS):
         return Finding("open files", PROBLEM, f"{shown}: {lacks}")
     return Finding("open files", OK, f"{shown}: enough for {_RANKS} ranks")
 

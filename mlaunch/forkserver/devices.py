@@ -7,7 +7,7 @@ import signal
 from typing import NoReturn
 
 from mlaunch.base import linux
-from mlaunch.base.process_name import name_process
+from mlaunch.base.own_process import name_process
 from mlaunch.base.text import first_bytes
 from mlaunch.forkserver.agents import fork
 from mlaunch.forkserver.children import Child

@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 
-from mlaunch.base import linux, memory_maps
+from mlaunch.base import linux, own_process
 from mlaunch.protocol.server_messages import Ready
 from mlaunch.rank.setup import device, process
 
@@ -186,7 +186,7 @@ def _use_huge_pages() -> None:
 
     torch leaves 40,000 pages in the heap, and each fork copies every entry of a page table.
     """
-    for mapping in memory_maps.mappings():
+    for mapping in own_process.memory_mappings():
         # Private memory only: page tables of files and of shared memory are not copied at a fork.
         if not mapping.permissions.startswith("rw") or mapping.inode != 0 or mapping.path not in {"", "[heap]"}:
             continue

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from mlaunch.base import linux
 from mlaunch.base.fds import OwnedFds
-from mlaunch.base.process_name import name_process
+from mlaunch.base.own_process import name_process
 from mlaunch.forkserver.children import Child
 from mlaunch.forkserver.imports import held, share
 from mlaunch.protocol import late_imports

@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from mlaunch.base import linux, orphans
 from mlaunch.base.fds import OwnedFds, close_all
-from mlaunch.base.process_name import name_process
+from mlaunch.base.own_process import name_process
 from mlaunch.base.text import both_ends
 from mlaunch.forkserver import imports
 from mlaunch.forkserver.agents import Launch, NextLaunch, begin

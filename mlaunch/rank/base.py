@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 from mlaunch.base import linux
 from mlaunch.base.fds import in_forks
 from mlaunch.base.frozen_record import frozen_record
-from mlaunch.base.process_name import name_process
+from mlaunch.base.own_process import name_process
 from mlaunch.base.text import first_bytes
 from mlaunch.protocol import payload, stack_dump, temporary
 from mlaunch.protocol.calls import Call

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mlaunch.base import cores, rlimits, seeding
+from mlaunch.base import own_process, seeding
 from mlaunch.protocol import calls, explain, late_imports, originals, settings, this_rank
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.messages import AnswerKind, Phase
@@ -144,11 +144,11 @@ class FunctionRank(Rank):
 
     def _expect_call(self) -> None:
         """Begin to wait, each rank on a core of its own as far as there are enough: all are woken at once."""
-        self._cores = cores.wait_on_one(os.getppid() + self._args.local_rank)
+        self._cores = own_process.wait_on_one_core(os.getppid() + self._args.local_rank)
         self._enter(Phase.IDLE)
 
     def _learn(self, details: Details) -> None:
-        cores.leave(self._cores)
+        own_process.leave_core(self._cores)
         super()._learn(details)
         self._say_who()
         self._apply_seed()
@@ -220,8 +220,8 @@ class FunctionRank(Rank):
         try:
             self._answer(AnswerKind.VALUE, value)
         except Exception as error:  # whatever a __reduce__ may raise
-            if rlimits.is_limit(error):  # of what has room, not of what can be pickled
-                rlimits.name_limit(error)
+            if own_process.is_limit(error):  # of what has room, not of what can be pickled
+                own_process.name_limit(error)
                 raise
             found, culprit = explain.culprit(value, "value")
             text = f"{found} ({type(error).__name__}: {error}){explain.instead_to_return(culprit)}"

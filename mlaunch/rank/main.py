@@ -6,7 +6,7 @@ import os
 import traceback
 from typing import NoReturn
 
-from mlaunch.base import cores
+from mlaunch.base import own_process
 from mlaunch.core import load
 from mlaunch.rank.base import Rank, RankArgs
 from mlaunch.rank.function import FunctionRank
@@ -25,8 +25,8 @@ def run(args: RankArgs) -> NoReturn:
             process.flush()
             # The last thread of a process frees its memory; gloo's threads, which slept on other cores, did so for one
             # rank after the other.
-            if args.spec.local_world_size <= cores.count():  # with more ranks no core is idle
-                cores.end_on_one(os.getppid() + args.local_rank)
+            if args.spec.local_world_size <= own_process.core_count():  # with more ranks no core is idle
+                own_process.end_on_one_core(os.getppid() + args.local_rank)
         finally:
             os._exit(code)
 

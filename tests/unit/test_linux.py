@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from mlaunch.base import cores, linux
+from mlaunch.base import linux, own_process
 from mlaunch.caller.server.start_server import start_interpreter
 from mlaunch.cli import doctor
 
@@ -94,11 +94,11 @@ def in_a_fork(work: Callable[[], bool]) -> bool:
 
 def test_waiting_on_one_core() -> None:
     before = os.sched_getaffinity(0)
-    assert cores.wait_on_one(len(before)) == before
+    assert own_process.wait_on_one_core(len(before)) == before
     assert os.sched_getaffinity(0) == {min(before)}
-    cores.leave(before)
+    own_process.leave_core(before)
     assert os.sched_getaffinity(0) == before
-    cores.leave({max(before) + 10_000})  # it has lost them: it stays where it is
+    own_process.leave_core({max(before) + 10_000})  # it has lost them: it stays where it is
     assert os.sched_getaffinity(0) == before
 
 
@@ -109,7 +109,7 @@ def test_other_threads_end_on_one_core() -> None:
         there, never = threading.Barrier(2), threading.Event()
         threading.Thread(target=lambda: there.wait() + never.wait(), daemon=True).start()
         there.wait()
-        cores.end_on_one(len(all_cores) - 1)
+        own_process.end_on_one_core(len(all_cores) - 1)
         found = {int(thread): os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")}
         return found.pop(os.getpid()) == all_cores and list(found.values()) == [{max(all_cores)}]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mlaunch.base import cores
+from mlaunch.base import own_process
 from mlaunch.numa import command, member
 from mlaunch.numa.caller import order
 from mlaunch.numa.caller.machine_devices import devices_of
@@ -46,7 +46,7 @@ class Machine:
         put(nodes / "has_memory", self.memory or f"0-{len(self.nodes) - 1}")
         for node, text in enumerate(self.nodes):
             put(nodes / f"node{node}/cpulist", text)
-            self._write_cpus(root / "sys/devices/system/cpu", node, sorted(cores.of_list(text)))
+            self._write_cpus(root / "sys/devices/system/cpu", node, sorted(own_process.cpus_of_list(text)))
         for number, node in enumerate(self.devices):
             self._write_device(root, number, node)
         return root
@@ -183,7 +183,7 @@ def chosen(root: Path, mode: str, asked: Mapping[str, Any]) -> list[Binding]:
     shows = "HIP_VISIBLE_DEVICES" if runtime == "rocm" else "CUDA_VISIBLE_DEVICES"
     environ = {**asked.get("environ", {}), **({shows: asked["shown"]} if "shown" in asked else {})}
     seats = seats_of(asked.get("ranks", len((own or "").split(","))), devices_of(str(root)), runtime, environ, own)
-    topology = Topology(str(root), cores.of_list(asked.get("allowed", "0-31")))
+    topology = Topology(str(root), own_process.cpus_of_list(asked.get("allowed", "0-31")))
     return bindings(NumaOrder(mode, None, "numa"), seats, topology)
 
 
@@ -194,7 +194,7 @@ def test_which_cpus(row: tuple[str, Machine, str, dict[str, Any], list[str]], wr
     assert len(found) == len(expected)
     for binding, wanted in zip(found, expected, strict=True):
         if wanted[:1].isdecimal():
-            assert (binding.cpus, binding.why_not) == (cores.of_list(wanted), "")
+            assert (binding.cpus, binding.why_not) == (own_process.cpus_of_list(wanted), "")
         else:
             assert wanted in binding.why_not
             assert not binding.cpus
@@ -209,7 +209,7 @@ def test_the_same_as_torchs(
     """What torchrun's --numa-binding does on these files."""
     torchs: Any = pytest.importorskip("torch.numa.binding", reason="torch 2.9 has it")
     root = written(machine)
-    mask, shown = cores.of_list(allowed), [number for number in range(len(machine.devices)) if number != 2]
+    mask, shown = own_process.cpus_of_list(allowed), [number for number in range(len(machine.devices)) if number != 2]
     found = chosen(root, mode, {"own": None, "ranks": len(shown), "allowed": allowed,
                                              "shown": ",".join(map(str, shown))})  # fmt: skip
     inside = SimpleNamespace(
@@ -262,7 +262,7 @@ def test_nodes_without_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["3-1", "a", "1-", "-1", "1;2", "0x1", "1--2"])
 def test_what_is_no_list_of_cpus(text: str) -> None:
     with pytest.raises(ValueError, match="allowed: a number, or a range"):
-        cores.of_list(text)
+        own_process.cpus_of_list(text)
 
 
 # Where devices are
@@ -321,7 +321,10 @@ def test_instances_are_known_by_nvidias_library(tmp_path: Path) -> None:
     # Each instance shares its device's node with the others, also where a share is its own.
     seats = seats_of(2, found, "cuda", {"CUDA_VISIBLE_DEVICES": "MIG-0,MIG-1"}, "MIG-1,MIG-0")
     halves = bindings(NumaOrder("exclusive", None, ""), seats, Topology(str(tmp_path), range(32)))
-    assert [binding.cpus for binding in halves] == [cores.of_list("4-7,20-23"), cores.of_list("0-3,16-19")]
+    assert [binding.cpus for binding in halves] == [
+        own_process.cpus_of_list("4-7,20-23"),
+        own_process.cpus_of_list("0-3,16-19"),
+    ]
 
 
 def test_devices_without_nvidias_library(tmp_path: Path) -> None:

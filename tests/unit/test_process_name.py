@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlaunch import launcher
-from mlaunch.base.process_name import name_process
+from mlaunch.base.own_process import name_process
 from tests.contract.test_process_names import shown
 
 pytest.importorskip("torch", reason="its ranks need torch")

@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mlaunch.base import rlimits
+from mlaunch.base import own_process
 from mlaunch.base.exceptions import LaunchError, misuse
 from mlaunch.caller import interrupts
 from mlaunch.caller.launch import hints
@@ -72,7 +72,7 @@ def call_on_ranks(
         with interrupts.deferred():
             return interrupts.carry_out(work.steps())
     except OSError as error:
-        rlimits.name_limit(error)
+        own_process.name_limit(error)
         raise
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.process import current_process
 from typing import TYPE_CHECKING
 
-from mlaunch.base import linux, rlimits
+from mlaunch.base import linux, own_process
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.log import log
 from mlaunch.caller.options.launch_options import Options
@@ -53,7 +53,7 @@ def plan(options: Options, machine: ThisMachine, name: str, environ: Mapping[str
     world_size = options.world_size or placed.local_world_size
     _check_world(options, placed, world_size)
     # A warning and no error: the figure was measured with one torch, and a launch may get by with less.
-    if lacks := rlimits.too_few_files(placed.local_world_size):
+    if lacks := own_process.too_few_files(placed.local_world_size):
         log.warning("%s: %s", name, lacks)
     cluster = None
     if world_size > placed.local_world_size:

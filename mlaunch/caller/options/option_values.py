@@ -148,10 +148,10 @@ class WordOrCpus(Choice):
         return f"{super().of_flag}, or CPUs of each local rank such as '0-7;8-15'"
 
     def _allows(self, value: object) -> bool:
-        from mlaunch.base import cores  # only needed here
+        from mlaunch.base import own_process  # only needed here
 
         try:
-            return isinstance(value, str) and all([cores.of_list(part) for part in value.split(";")])
+            return isinstance(value, str) and all([own_process.cpus_of_list(part) for part in value.split(";")])
         except ValueError:
             return False
 

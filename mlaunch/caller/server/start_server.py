@@ -92,13 +92,13 @@ in_forks(_disown)
 
 def start_fork(call: Call) -> ForkServer:
     """Start a fork of this process that serves one launch, with the call in memory."""
-    from mlaunch.base import memory_maps
+    from mlaunch.base import own_process
     from mlaunch.rank.setup import process
 
     linux.check_kernel()
     _check_forkable()
     # A fork that has libgomp's pool without its threads hangs in its first parallel operation.
-    memory_maps.give_back_openmp_threads()
+    own_process.give_back_openmp_threads()
     ours: Channel[ServerSays, ServerHears]
     ours, theirs = Channel.pair()
     caller = os.getpid()

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mlaunch.base import linux
-from mlaunch.base.process_name import name_process
+from mlaunch.base.own_process import name_process
 from mlaunch.rendezvous.address import LOOPBACK
 from mlaunch.rendezvous.peer_user import PeerUser
 

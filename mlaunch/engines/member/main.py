@@ -16,7 +16,7 @@ import warnings
 from typing import NoReturn
 
 from mlaunch.base import linux
-from mlaunch.base.process_name import name_process
+from mlaunch.base.own_process import name_process
 
 _DELAY = 1.0  # seconds between two times that it is continued: it may be stopped again
 # Signals that a scheduler sends to all processes of a job.

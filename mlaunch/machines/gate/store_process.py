@@ -13,9 +13,9 @@ import socket
 from collections.abc import Iterable
 from dataclasses import field
 
-from mlaunch.base import linux, rlimits
+from mlaunch.base import linux
 from mlaunch.base.frozen_record import frozen_record
-from mlaunch.base.process_name import name_process
+from mlaunch.base.own_process import allow_files, name_process
 
 
 @frozen_record
@@ -69,7 +69,7 @@ def _run(gate: GateConfig, parent: int, close: Iterable[int]) -> None:
         for fd in close:
             os.close(fd)
         # Each machine has two connections here, and the soft limit is 1024 on most systems.
-        rlimits.allow_files()
+        allow_files()
         gate.serve()
     finally:
         os._exit(1)

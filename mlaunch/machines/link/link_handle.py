@@ -8,8 +8,8 @@ import traceback
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NoReturn
 
-from mlaunch.base import linux, rlimits
-from mlaunch.base.process_name import name_process
+from mlaunch.base import linux
+from mlaunch.base.own_process import allow_files, name_process
 from mlaunch.machines.gate.membership import Join
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.spec import Rendezvous
@@ -51,7 +51,7 @@ def _run(
         name_process("link")
         for fd in close:
             os.close(fd)
-        rlimits.allow_files()
+        allow_files()
         from mlaunch.machines.link.link_process import LinkProcess
         from mlaunch.rendezvous import event_loop
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from mlaunch.base import cores
+from mlaunch.base import own_process
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.text import name_ranks, ranges
 from mlaunch.numa.rank.topology import Topology
@@ -46,7 +46,7 @@ def bindings(order: NumaOrder, seats: Seats, topology: Topology) -> list[Binding
     """Return the binding of each local rank. ValueError for lists of CPUs that this machine does not have."""
     if order.lists:
         check_lists(order, seats.ranks, topology.allowed)
-        wanted = [cores.of_list(text) for text in order.lists[: seats.ranks]]
+        wanted = [own_process.cpus_of_list(text) for text in order.lists[: seats.ranks]]
         return [Binding(cpus, topology.nodes_with(cpus)) for cpus in wanted]
     if not topology.nodes or seats.why_not:
         lacks = seats.why_not or "this system does not say which CPUs are near (no /sys/devices/system/node)"
@@ -67,7 +67,7 @@ def check_lists(order: NumaOrder, ranks: int, allowed: Collection[int]) -> None:
         raise ValueError(f"{order.asked}: {len(order.lists)} list(s) of CPUs for {ranks} ranks on this machine; "
                          f"allowed: one for each, with semicolons between them")  # fmt: skip
     for local_rank, text in enumerate(order.lists[:ranks]):
-        if beyond := cores.of_list(text) - set(allowed):
+        if beyond := own_process.cpus_of_list(text) - set(allowed):
             raise ValueError(f"{order.asked}: {cpus_in_words(beyond)}, for local rank {local_rank}, cannot be used "
                              f"here; allowed: those of {cpus_in_words(allowed)}, which this process may use "
                              f"(taskset, a cpuset and schedulers say so)")  # fmt: skip

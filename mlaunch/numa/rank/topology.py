@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from mlaunch.base import cores
+from mlaunch.base import own_process
 
 _NODES, _CPUS = "sys/devices/system/node", "sys/devices/system/cpu"
 
@@ -45,7 +45,7 @@ class Topology:
             for line in self._text("proc/self/status").splitlines():
                 name, _, value = line.partition(":")
                 if name == "Mems_allowed_list":
-                    found &= cores.of_list(value)
+                    found &= own_process.cpus_of_list(value)
         return [node for node in nodes if node in found]
 
     def sockets_of(self, nodes: Collection[int]) -> frozenset[int]:
@@ -85,7 +85,7 @@ class Topology:
         return sharing
 
     def _list(self, path: str) -> frozenset[int]:
-        return cores.of_list(self._text(path))
+        return own_process.cpus_of_list(self._text(path))
 
     def _text(self, path: str) -> str:
         if path not in self._read:

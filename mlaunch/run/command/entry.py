@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from mlaunch.base import rlimits
+from mlaunch.base import own_process
 from mlaunch.caller.interrupts import EndSignal
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.caller.server.start_server import Interpreter, start_interpreter
@@ -59,7 +59,7 @@ def main(argv: Sequence[str], *, prog: str = "mlaunch run", of_launch: bool = Fa
     except UsageError as error:
         parser.exit(MISUSE, f"{prog}: {error}\n")
     except OSError as error:
-        rlimits.name_limit(error)
+        own_process.name_limit(error)
         fail(str(error), FAILED)
         return FAILED
     except EndSignal as stop:

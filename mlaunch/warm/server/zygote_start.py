@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from mlaunch.base import linux
-from mlaunch.base.process_name import name_process
+from mlaunch.base.own_process import name_process
 from mlaunch.base.text import both_ends
 from mlaunch.core import load
 from mlaunch.forkserver import imports
