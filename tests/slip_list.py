@@ -952,7 +952,7 @@ SLIPS = (
         "values",
         "originals_that_may_come_back",
         "rank/function.py",
-        "            with originals.receiving():\n                return self._read(content)\n",
+        "            with by_value.receiving():\n                return self._read(content)\n",
         "            return self._read(content)\n",
         ("contract/test_values.py::test_ranks_give_each_other_classes_of_the_call",),
         "a with statement is unwrapped",

@@ -13,7 +13,7 @@ from typing import Any
 import cloudpickle.cloudpickle
 
 from mlaunch.base.frozen_record import frozen_record
-from mlaunch.protocol.importable import is_importable
+from mlaunch.protocol.by_value import is_importable
 
 
 @frozen_record

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import cloudpickle.cloudpickle
 
-from mlaunch.protocol import originals, reducers, sources
-from mlaunch.protocol.importable import is_importable
+from mlaunch.protocol import by_value, reducers
+from mlaunch.protocol.by_value import is_importable
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +66,7 @@ class Parts:
 def pickle_by_name(file: Sink, value: object, *, in_band: bool = False) -> Parts:
     """Pickle for a reader that has what the call brought; what has neither a number nor a name goes by value."""
     # Asking for numbers takes 0.2 us for each object of a value, so it is left out if nothing has a number.
-    base = _ByNumberPickler if originals.any_came() else _ByNamePickler
+    base = _ByNumberPickler if by_value.any_came() else _ByNamePickler
     try:
         return _pickle_with(base, dict(copyreg.dispatch_table), file, value, Parts(in_band))
     except Exception:  # a lambda, a local class, or an error of a __reduce__, which it will raise again
@@ -97,8 +97,8 @@ class _ByNumberPickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)  # asked for each object, so this is written out
-        if kind is _FUNCTION or issubclass(kind, type) or kind in originals.kinds:
-            return originals.reduce_or_refuse(obj) or NotImplemented
+        if kind is _FUNCTION or issubclass(kind, type) or kind in by_value.kinds:
+            return by_value.reduce_or_refuse(obj) or NotImplemented
         return NotImplemented
 
 
@@ -188,11 +188,11 @@ class _ByValuePickler(cloudpickle.Pickler):
 
     def _known(self, found: Any, reduced: Any) -> Any:
         """Give a number to an object that is known by its identity, not by its content."""
-        if not originals.can_be_known(found):
+        if not by_value.can_be_known(found):
             return reduced
         self.parts.originals.append(found)
         make, args, *rest = reduced
-        return originals.take_once, (originals.number(found), make, *args), *rest
+        return by_value.take_once, (by_value.number(found), make, *args), *rest
 
     def _numbered(self, definition: Any, reduced: Any) -> Any:
         if not isinstance(reduced, tuple) or len(reduced) != 6:  # by name, or a type of Python's own
@@ -202,17 +202,17 @@ class _ByValuePickler(cloudpickle.Pickler):
             reducers.of_class(definition, reduced) if isinstance(definition, type) else reduced
         )
         code = getattr(definition, "__code__", None)
-        source = None if code is None else sources.of_code(code, self.parts.told)
-        taken = originals.number(definition), make, *args
-        return originals.take, taken, (fill_in, state, source), None, None, originals.fill
+        source = None if code is None else by_value.source_of(code, self.parts.told)
+        taken = by_value.number(definition), make, *args
+        return by_value.take, taken, (fill_in, state, source), None, None, by_value.fill
 
 
 class _BackByValuePickler(_ByValuePickler):
     """A pickler by value that still sends the caller's own objects by number."""
 
     def reducer_override(self, obj: Any) -> Any:
-        is_known = _is_definition(obj) or type(obj) in originals.kinds
-        return (is_known and originals.reduce(obj)) or super().reducer_override(obj)
+        is_known = _is_definition(obj) or type(obj) in by_value.kinds
+        return (is_known and by_value.reduce(obj)) or super().reducer_override(obj)
 
 
 def _look_at(module: object) -> None:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, cast
 import cloudpickle.cloudpickle
 
 from mlaunch.base.frozen_record import frozen_record
-from mlaunch.protocol.importable import is_importable
+from mlaunch.protocol.by_value import is_importable
 
 _OLDEST = (3, 0)  # the minimum in setup.cfg, which only pip reads
 if tuple(int(part) for part in cloudpickle.__version__.split(".")[:2]) < _OLDEST:

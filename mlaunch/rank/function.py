@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.base import own_process, seeding
-from mlaunch.protocol import calls, explain, late_imports, originals, settings, this_rank
+from mlaunch.protocol import by_value, calls, explain, late_imports, settings, this_rank
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.messages import AnswerKind, Phase
 from mlaunch.protocol.payload import Payload
@@ -200,7 +200,7 @@ class FunctionRank(Rank):
 
     def _unpickle(self, content: Payload) -> Call:
         try:
-            with originals.receiving():
+            with by_value.receiving():
                 return self._read(content)
         except Exception as error:  # whatever a __setstate__ may raise
             if found := unreadable_call.culprit(*content.parts()):

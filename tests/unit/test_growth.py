@@ -26,7 +26,7 @@ from mlaunch.insight.wire import WATCH
 from mlaunch.machines.gate.gate import Gate
 from mlaunch.machines.wire import control_protocol
 from mlaunch.machines.wire.multiplex import HEAD
-from mlaunch.protocol import registry, sources
+from mlaunch.protocol import by_value, registry
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages import EndCall
@@ -241,10 +241,10 @@ def test_reports_of_a_run_that_is_over_take_a_tenth() -> None:
 
 def test_sources_of_the_latest_cells_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linecache, "cache", {})
-    monkeypatch.setattr(sources, "_known", {})
-    for number in range(sources._MOST):
-        sources.take((f"<cell {number}>", f"x = {number}"))
-    sources.take(("<cell 0>", "x = 0"))  # it ran again
-    sources.take(("<cell new>", "x = 1"))
+    monkeypatch.setattr(by_value, "_known", {})
+    for number in range(by_value._MOST_SOURCES):
+        by_value.take_source((f"<cell {number}>", f"x = {number}"))
+    by_value.take_source(("<cell 0>", "x = 0"))  # it ran again
+    by_value.take_source(("<cell new>", "x = 1"))
     assert linecache.getline("<cell 0>", 1) == "x = 0"
-    assert (len(linecache.cache), linecache.getline("<cell 1>", 1)) == (sources._MOST, "")
+    assert (len(linecache.cache), linecache.getline("<cell 1>", 1)) == (by_value._MOST_SOURCES, "")

@@ -23,7 +23,7 @@ from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.unfollowed import not_followed, stay_unfollowed
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.caller.warn import warn_caller
-from mlaunch.protocol import originals
+from mlaunch.protocol import by_value
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
 
@@ -103,12 +103,12 @@ def start_fork(call: Call) -> ForkServer:
     ours, theirs = Channel.pair()
     caller = os.getpid()
     process.flush()  # every fork would write the content of its buffers again, such as mlaunch's warning
-    in_common = originals.of_main(call.function)
+    in_common = by_value.of_main(call.function)
     with warnings.catch_warnings(), not_followed():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python's, of threads: _check_forkable has said it
         pid = os.fork()
     if pid == 0:
-        originals.inherit(in_common)
+        by_value.inherit(in_common)
         _become_server(ours, theirs, caller, call)
     theirs.close()
     return ForkServer(ours, pid, _Waiter(pid))

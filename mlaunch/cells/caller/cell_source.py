@@ -13,7 +13,7 @@ from typing import Any
 
 from mlaunch.base.exceptions import misuse
 from mlaunch.caller.report import notebook
-from mlaunch.protocol import sources
+from mlaunch.protocol import by_value
 
 _MAGIC = re.compile(r"^\s*[!%?]|\?\s*$", re.MULTILINE)
 _COMMAND = re.compile(r"\s*(\w+)(\s|$)")
@@ -45,7 +45,7 @@ def cell_source(text: str, *, magic: str = "") -> CellSource:
     if shell is None:
         number = next(_numbers)
         found = CellSource(text, f"cell {number}", f"<cell {number}>", number, above)
-        sources.take((found.file, whole))
+        by_value.take_source((found.file, whole))
     else:
         number = _number_of_cell(shell)
         # IPython and Jupyter name a file, and find breakpoints, by a hash of raw_code: it includes the magic's line.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.frames import is_library
 from mlaunch.cells.wire import Bundle, CellAnswer
-from mlaunch.protocol import sources, this_rank
+from mlaunch.protocol import by_value, this_rank
 from mlaunch.rank.kept import uninterrupted
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class PlainShell:
         """Run a cell; raise what the cell raises."""
         source = "\n" * lines_above + source
         # Before it is compiled, so that a syntax error shows the line.
-        sources.take((file, source))
+        by_value.take_source((file, source))
         flags = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
         body = compile(source, file, "exec", flags, dont_inherit=True).body
         # As in a notebook: the value of a last expression is shown, unless a semicolon follows it.

@@ -24,7 +24,7 @@ from traitlets.config import Config
 
 from mlaunch.cells.wire import Bundle, CellAnswer
 from mlaunch.core import load
-from mlaunch.protocol import sources
+from mlaunch.protocol import by_value
 
 
 class _Collector(DisplayPublisher):
@@ -102,7 +102,7 @@ class CellShell(InteractiveShell):
                 raise _below_ipython(error, file)
             return CellAnswer(self.last, tuple(self.displays))
         finally:
-            sources.know(file)
+            by_value.note_source(file)
             # IPython keeps the latest result for %debug and the like, with a user's model in its frames.
             self.last, self.displays, self.last_execution_result = None, [], None
             del done, error  # with what the frames of the error hold

@@ -25,7 +25,7 @@ from importlib.machinery import SourceFileLoader
 from typing import Any, TextIO
 
 from mlaunch.base.exceptions import misuse
-from mlaunch.protocol import error_file, sources
+from mlaunch.protocol import by_value, error_file
 from mlaunch.protocol.messages import Phase
 from mlaunch.protocol.spec import Target
 from mlaunch.rank.base import Rank, RankArgs
@@ -148,7 +148,7 @@ def _run_text(name: str, text: bytes) -> None:
     main, file = _new_main(), "<stdin>" if name == "-" else name
     try:
         code = compile(text, file, "exec", dont_inherit=True)
-        sources.take((file, importlib.util.decode_source(text)))
+        by_value.take_source((file, importlib.util.decode_source(text)))
     except (SyntaxError, ValueError) as error:  # it is no Python
         misuse(error)
         raise

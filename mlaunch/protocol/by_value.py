@@ -1,22 +1,70 @@
-"""Classes and functions that a call brought by value. They go back to the caller as its own originals, by a number.
-
-A name is not enough: it may now mean another class there (a cell was run again), or nothing (a local class; a script
-that a profiler runs, which is not the ``__main__`` of its process).
-"""
+"""Classes and functions that go by value: which ones, how they come back to their caller, and their source text."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import itertools
+import linecache
 import os
 import pickle
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from typing import Any, NamedTuple
 
-from mlaunch.protocol import sources
+# Modules that a rank cannot import though they are in sys.modules here, so their definitions go by value. They were
+# loaded from a file's path, or their directory has left sys.path since, or another module of that name is found first.
+
+
+class _Answer(NamedTuple):
+    module: types.ModuleType | None
+    importable: bool
+
+
+_answers: dict[str, _Answer] = {}
+_search_path: list[str] = []  # the search path for which the answers hold
+
+
+def is_importable(name: str) -> bool:
+    """True if importing this name finds the module that is loaded, or if that cannot be decided."""
+    if _search_path != sys.path:
+        _answers.clear()
+        _search_path[:] = sys.path
+    module = sys.modules.get(name)
+    answer = _answers.get(name)
+    if answer is None or answer.module is not module:
+        # Checked once for each module: it takes 9 to 30 us, and may be asked for every object of a value.
+        answer = _answers[name] = _Answer(module, _is_found_again(name, getattr(module, "__spec__", None)))
+    return answer.importable
+
+
+def _is_found_again(name: str, spec: ModuleSpec | None) -> bool:
+    # Whether other loaders would find the module again is unknown. Then it goes by name, as pickle sends it anyway.
+    if spec is None or type(spec.loader) is not SourceFileLoader:
+        return True
+    parent = name.rpartition(".")[0]
+    if not parent:
+        return _is_found(name, None, spec)
+    path = getattr(sys.modules.get(parent), "__path__", None)
+    return path is not None and is_importable(parent) and _is_found(name, list(path), spec)
+
+
+def _is_found(name: str, path: list[str] | None, spec: ModuleSpec) -> bool:
+    for finder in sys.meta_path:
+        with contextlib.suppress(Exception):  # a user's finder; a file that is gone
+            found = finder.find_spec(name, path)
+            if found is not None:
+                return found.origin == spec.origin or os.path.samefile(found.origin or "", spec.origin or "")
+    return False
+
+
+# Numbers, by which a definition goes back to the caller as its own original. A name is not enough: it may now mean
+# another class there (a cell was run again), or nothing (a local class; a script that a profiler runs, which is not the
+# __main__ of its process).
 
 _numbers: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 _by_number: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
@@ -85,7 +133,7 @@ def can_be_known(found: Any) -> bool:
     return kind.__hash__ is plain.__hash__ and kind.__eq__ is plain.__eq__ and has_weak_references
 
 
-def fill(taken: Any, content: tuple[Callable[[Any, Any], None], Any, sources.Source | None]) -> None:
+def fill(taken: Any, content: tuple[Callable[[Any, Any], None], Any, Source | None]) -> None:
     """Give an object its content if it was made here.
 
     The original is left alone: its content may have changed since.
@@ -94,7 +142,7 @@ def fill(taken: Any, content: tuple[Callable[[Any, Any], None], Any, sources.Sou
     if taken in _made:
         fill_in(taken, state)
         if source is not None:
-            sources.take(source)
+            take_source(source)
 
 
 def of_main(function: Any) -> list[Any]:
@@ -150,3 +198,41 @@ def _remember(original: Any, number: str) -> str:
     _numbers[original] = number
     _by_number[number] = original
     return number
+
+
+# Source text that no file holds, such as a notebook's cells. It is sent with the code that was compiled from it: for
+# inspect.getsource, and with it torch.jit.script and triton.jit, which ask linecache.
+
+Source = tuple[str, str]  # a file name without a file, and its text
+_MOST_SOURCES = 1_000  # texts that are kept: of older cells a traceback has no lines
+_sources: dict[str, None] = {}  # names, the latest last
+
+
+def source_of(code: types.CodeType, told: set[str]) -> Source | None:
+    """Return the source of code that no file holds, and add its name to ``told``.
+
+    None if there is none, or if it is in ``told`` already.
+    """
+    file = code.co_filename
+    entry = linecache.cache.get(file)
+    if entry is None or len(entry) != 4 or entry[1] is not None or file in told:  # with a time, it is read from a file
+        return None
+    told.add(file)
+    return file, "".join(entry[2])
+
+
+def take_source(source: Source) -> None:
+    """Make the source known in this process."""
+    file, text = source
+    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
+    note_source(file)
+
+
+def note_source(file: str) -> None:
+    """Note that a source was made known, and forget the oldest: ranks that stay run cells for days."""
+    _sources.pop(file, None)
+    _sources[file] = None
+    if len(_sources) > _MOST_SOURCES:
+        oldest = next(iter(_sources))
+        del _sources[oldest]
+        linecache.cache.pop(oldest, None)
