@@ -15,7 +15,7 @@ from mlaunch.base import linux
 from mlaunch.base.deadline import Deadline
 from mlaunch.base.fds import OwnedFds, close_all, memory_file
 from mlaunch.base.frozen_record import frozen_record
-from mlaunch.protocol import error_file
+from mlaunch.protocol import launch_files
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages import (
@@ -174,7 +174,7 @@ def _adopt(pending: _PendingRank, pid: int, owned: OwnedFds) -> RankProcess:
         crash_fd=args.crash_fd,
         stack_fd=pending.stacks,
         control=pending.control,
-        error_file=error_file.path_of(spec, args.local_rank),
+        error_file=launch_files.error_file_of(spec, args.local_rank),
         of_python=spec.target is None or spec.target.of_python,
     )
     owned.add(rank.pidfd, rank.crash_fd)

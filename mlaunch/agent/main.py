@@ -32,7 +32,7 @@ from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.own_process import is_limit, name_limit, name_process
 from mlaunch.base.text import both_ends
 from mlaunch.core import load
-from mlaunch.protocol import error_file, payload, temporary
+from mlaunch.protocol import launch_files, payload
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel
 from mlaunch.protocol.messages import AgentFailed, AgentsEnd, Finished, NamesLeft, RanksStarting, Refused
@@ -92,7 +92,7 @@ def _serve(order: Order, link: Channel[RestingAgentHears, RestingAgentSays] | No
     launcher: AgentsEnd = Channel.adopt(order.fds.socket)
     try:
         _take_over_streams(order)
-        with error_file.with_directory(_wanted(order)) as spec:
+        with launch_files.with_error_directory(_wanted(order)) as spec:
             is_free = _supervise(order, spec, launcher, link, parent)
     except NoLaunchError:
         linux.kill_children()
@@ -216,7 +216,7 @@ def _run(
         went_well = supervisor.run()
     finally:
         inspection.close()
-        temporary.remove(spec)
+        launch_files.remove_temporary(spec)
     paths, size = names.left()
     if paths:
         launcher.try_send(NamesLeft(tuple(paths[:_NAMES]), size, socket.gethostname()))

@@ -23,7 +23,7 @@ from mlaunch.agent.supervision import Supervision, System
 from mlaunch.base.deadline import NEVER
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.orphans import ChildEnds
-from mlaunch.protocol import error_file, failures
+from mlaunch.protocol import failures, launch_files
 from mlaunch.protocol.messages import (
     CAUSE_DELAY,
     AgentHears,
@@ -176,7 +176,7 @@ class Supervisor:
         exitcode, peak_memory = os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024
         hints = () if rank.stopped else self._evidence.hints(exitcode, usage, limits)
         record = rank.describe_end(exitcode, self._results.board[rank.local_rank], self._clock(), peak_memory, hints)
-        error_file.copy_into(rank.error_file if record.exitcode else "", rank.crash_fd)
+        launch_files.copy_error_file(rank.error_file if record.exitcode else "", rank.crash_fd)
         self._launcher.try_send(record, [rank.crash_fd])
         if record.failed and not rank.stopped and rank.answer in {None, AnswerKind.VALUE}:  # else it has told why
             # After its answer it is the cause of those alone who have seen it: whoever fails by itself counts more.

@@ -15,7 +15,7 @@ from mlaunch.base.fds import in_forks
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.own_process import name_process
 from mlaunch.base.text import first_bytes
-from mlaunch.protocol import payload, stack_dump, temporary
+from mlaunch.protocol import launch_files, payload, stack_dump
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel, assert_never
 from mlaunch.protocol.messages import (
@@ -127,7 +127,7 @@ class Rank:
         multiprocessing.process.ORIGINAL_DIR = context.cwd  # type: ignore[attr-defined]
         if context.authkey:
             multiprocessing.current_process().authkey = context.authkey
-        temporary.share(self._spec)
+        launch_files.share_temporary(self._spec)
         sys.path[:] = context.sys_path  # in place: others hold the list itself
         sys.argv[:] = context.argv
         device.share_cores(self._spec)

@@ -40,7 +40,7 @@ from mlaunch.base.linux import wait_readable
 from mlaunch.debug.wire import HoldDeadline
 from mlaunch.forkserver.children import Child
 from mlaunch.machines.agent.linked_peers import LinkedPeers
-from mlaunch.protocol import error_file, messages, payload, registry, stack_dump
+from mlaunch.protocol import launch_files, messages, payload, registry, stack_dump
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import FD_LIMIT, TEXT_LIMIT, Channel
 from mlaunch.protocol.messages import (
@@ -1101,9 +1101,9 @@ def test_the_directory_of_a_killed_agent_is_removed_whether_it_is_there_or_not(t
     spec: Any = SimpleNamespace(target=SimpleNamespace(error_dir="", temporary=str(tmp_path)), launch_id="x")
     (tmp_path / "mlaunch-run-x").mkdir()
     (tmp_path / "mlaunch-run-x" / "0.json").touch()
-    error_file.remove_directory(spec)
+    launch_files.remove_error_directory(spec)
     assert not any(tmp_path.iterdir())
-    error_file.remove_directory(spec)
+    launch_files.remove_error_directory(spec)
     for _ in range(2):
         (tmp_path / "its").mkdir(exist_ok=True)
         if (pid := os.fork()) == 0:
@@ -1116,5 +1116,5 @@ def test_the_directory_of_a_killed_agent_is_removed_whether_it_is_there_or_not(t
 
 def test_a_record_goes_where_its_launcher_wants_it_though_nothing_is_there_yet(tmp_path: Path) -> None:
     path = tmp_path / "not" / "yet" / "0.json"
-    error_file.write(str(path), {"message": {"message": "no such luck"}}, 3)
+    launch_files.write_error(str(path), {"message": {"message": "no such luck"}}, 3)
     assert json.loads(path.read_text()) == {"message": {"message": "no such luck", "errorCode": 3}}

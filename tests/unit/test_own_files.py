@@ -19,7 +19,7 @@ from mlaunch.leases.caller import lease_directory
 from mlaunch.profile.caller.trace_file import CallTrace
 from mlaunch.profile.rank import StepProfile
 from mlaunch.profile.wire import ProfileOrder, TracePart
-from mlaunch.protocol import error_file, registry
+from mlaunch.protocol import launch_files, registry
 from mlaunch.sweeps.caller.trial_file import TrialFile, TrialKey
 from mlaunch.warm.wire import zygote_place
 from tests.another_user import said_by_another_user
@@ -211,16 +211,16 @@ def test_an_error_file_is_a_file(tmp_path: Path) -> None:
     """A rank may have put anything there."""
     crash, path = os.memfd_create("crash"), tmp_path / "error.json"
     os.mkfifo(path)
-    error_file.copy_into(str(path), crash)
+    launch_files.copy_error_file(str(path), crash)
     with pytest.raises(OSError, match="No such device or address"):
-        error_file.write(str(path), error_file.new_record("m", "t"), 1)
+        launch_files.write_error(str(path), launch_files.new_error("m", "t"), 1)
     path.unlink()
     path.symlink_to("/etc/passwd")
-    error_file.copy_into(str(path), crash)
+    launch_files.copy_error_file(str(path), crash)
     assert os.fstat(crash).st_size == 0
     path.unlink()
-    error_file.write(str(path), error_file.new_record("m", "t"), 1)
-    error_file.copy_into(str(path), crash)
+    launch_files.write_error(str(path), launch_files.new_error("m", "t"), 1)
+    launch_files.copy_error_file(str(path), crash)
     assert os.fstat(crash).st_size > 0
     os.close(crash)
 

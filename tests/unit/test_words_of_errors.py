@@ -18,7 +18,7 @@ from mlaunch.caller.report.failure_text import FailureText
 from mlaunch.caller.server import fork_server as server_module
 from mlaunch.caller.server import start_server
 from mlaunch.caller.server.fork_server import ForkServer
-from mlaunch.protocol import error_file
+from mlaunch.protocol import launch_files
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages import Reaped
 from mlaunch.protocol.server_messages import DeviceCount, Ready
@@ -123,7 +123,7 @@ def test_stacks_of_a_crash_are_not_written_over(tmp_path: Path) -> None:
     record.write_text('{"message": "earlier"}')
     crash = os.memfd_create("crash")
     os.write(crash, b"Fatal Python error: Segmentation fault")
-    error_file.copy_into(str(record), crash)
+    launch_files.copy_error_file(str(record), crash)
     assert os.pread(crash, 1000, 0) == b"Fatal Python error: Segmentation fault"
     os.close(crash)
 

@@ -14,7 +14,7 @@ from mlaunch.base.exceptions import RankFailure, describe_exit
 from mlaunch.base.frames import is_control_thread, mentions_bottom
 from mlaunch.base.text import name_ranks
 from mlaunch.caller.report.failure_text import summarise
-from mlaunch.protocol import error_file, failures
+from mlaunch.protocol import failures, launch_files
 from mlaunch.protocol.messages import (
     AgentFailed,
     AgentSays,
@@ -150,11 +150,11 @@ class Outcome:
             os.close(fd)
         if not text:
             return ""
-        record = error_file.parse(text)
+        record = launch_files.parse_error(text)
         if record is None:
             return _without_ours(in_letters(text))
         self.recorded[rank] = record
-        return error_file.traceback_of(record) or ""
+        return launch_files.traceback_of_error(record) or ""
 
     def _take_stacks(self, record: RankStacks, _fds: Sequence[int]) -> None:
         self.stacks[record.rank] = record

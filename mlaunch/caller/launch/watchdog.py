@@ -18,7 +18,7 @@ from typing import Protocol
 from mlaunch.base import linux
 from mlaunch.base.deadline import NEVER, Deadline
 from mlaunch.base.fds import KeptFd
-from mlaunch.protocol import error_file, registry, temporary
+from mlaunch.protocol import launch_files, registry
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.protocol.stack_dump import STACKS_TIMEOUT
 
@@ -141,5 +141,5 @@ class Limits:
 def remove_names(spec: LaunchSpec, agreed: LaunchSpec) -> None:
     """Remove the files of an agent that was killed. ``agreed``: the launch as its machines have agreed on it."""
     registry.remove(spec.context.environ, registry.name_of(agreed.launch_id, agreed.rank_start))
-    error_file.remove_directory(spec)
-    temporary.remove(agreed)
+    launch_files.remove_error_directory(spec)
+    launch_files.remove_temporary(agreed)

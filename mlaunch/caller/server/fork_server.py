@@ -17,7 +17,7 @@ from mlaunch.base.fds import in_forks
 from mlaunch.base.log import log
 from mlaunch.caller import interrupts
 from mlaunch.caller.server.attachments import in_memfds, standard_streams
-from mlaunch.protocol import error_file, temporary
+from mlaunch.protocol import launch_files
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages import AgentsEnd, Cancel, LaunchersEnd
@@ -207,7 +207,7 @@ class ForkServer:
         ``following``: the server's end of the channel of the next launch, which it prepares; None: prepare none.
         ``more``: see StartLaunch. ``held``: descriptors that the launch's processes keep open.
         """
-        directory = error_file.directory_of(spec) or temporary.directory_of(spec)
+        directory = launch_files.error_directory_of(spec) or launch_files.temporary_directory_of(spec)
         order = StartLaunch(more, directory, len(held), spec.grace_period)
         with standard_streams() as streams:
             beside = [*streams, *([] if following is None else [following.fileno()]), *held]

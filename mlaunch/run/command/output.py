@@ -22,7 +22,7 @@ from mlaunch.caller.output import files
 from mlaunch.caller.output.output_plan import STREAMS, OutputPlan, Policy
 from mlaunch.cli.checks import UsageError, numbers
 from mlaunch.core import load
-from mlaunch.protocol import error_file
+from mlaunch.protocol import launch_files
 from mlaunch.run.command.statuses import MISUSE, SIGNALLED, STOPPED
 
 _PREFIX = "[${role_name}${local_rank}]:"  # torchrun's
@@ -169,9 +169,9 @@ def note_error(text: str, code: int, error: LaunchError | None = None, status: i
     ends_with = status if status is not None else code if code >= 0 else SIGNALLED - code
     errors.write({**known, "status": ends_with})
     try:
-        error_file.pass_on(text, code, error)
+        launch_files.pass_error_on(text, code, error)
     except OSError as problem:
-        say(f"{error_file.VARIABLE}={os.environ.get(error_file.VARIABLE)}: {problem}")
+        say(f"{launch_files.ERROR_FILE}={os.environ.get(launch_files.ERROR_FILE)}: {problem}")
 
 
 def say(text: str) -> None:

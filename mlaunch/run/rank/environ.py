@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlaunch.protocol import error_file
+from mlaunch.protocol import launch_files
 from mlaunch.protocol.spec import LaunchSpec, Target
 from mlaunch.rank.setup import device, environment
 from mlaunch.rendezvous import tcp_store
@@ -19,7 +19,7 @@ def environ_of(
     # Several agents may have one role and different numbers of ranks, so a rank's place in the role is not its rank.
     if target.role_start is not None:
         environ |= {"ROLE_RANK": str(target.role_start + local_rank), "ROLE_WORLD_SIZE": str(target.role_size)}
-    environ[error_file.VARIABLE] = error_file.path_of(spec, local_rank)
+    environ[launch_files.ERROR_FILE] = launch_files.error_file_of(spec, local_rank)
     if script.virtual_local_rank:
         environ["LOCAL_RANK"] = "0"
     if script.virtual_local_rank or (runtime in {"cuda", None} and len(device.instances(environ)) > local_rank):

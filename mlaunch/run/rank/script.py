@@ -25,7 +25,7 @@ from importlib.machinery import SourceFileLoader
 from typing import Any, TextIO
 
 from mlaunch.base.exceptions import misuse
-from mlaunch.protocol import by_value, error_file
+from mlaunch.protocol import by_value, launch_files
 from mlaunch.protocol.messages import Phase
 from mlaunch.protocol.spec import Target
 from mlaunch.rank.base import Rank, RankArgs
@@ -87,7 +87,7 @@ class ScriptRank(Rank):
         runtime = device.offered().runtime if script.virtual_local_rank else None
         environ = environ_of(self._spec, self._target, args.local_rank, args.rendezvous, runtime)
         # torch's @record expects the directory of its error file.
-        os.makedirs(os.path.dirname(environ[error_file.VARIABLE]), exist_ok=True)
+        os.makedirs(os.path.dirname(environ[launch_files.ERROR_FILE]), exist_ok=True)
         self._take_surroundings(environ)
         arguments = [string.Template(text).safe_substitute(local_rank=args.local_rank) for text in script.args]
         # After the surroundings, which set the launcher's arguments.
