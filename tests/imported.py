@@ -27,7 +27,7 @@ from typing import Any
 
 from mlaunch.base import linux
 from mlaunch.caller.server.warm import warm_server
-from mlaunch.protocol import import_variables
+from mlaunch.protocol.settings import import_variables
 from tests.processes import descendants
 
 IMPORTED = f"{sys.executable}-imported"  # no file: only Popen, where forks are lent, knows what it means
@@ -192,7 +192,7 @@ def _request(asked: Asked) -> Request | None:
 
 def _settings(environ: Mapping[str, str]) -> dict[str, str]:
     """What a process has read of its environment once torch is imported, but for the paths, which it is told."""
-    return {name: value for name, value in import_variables.variables(environ).items() if name != "PYTHONPATH"}
+    return {name: value for name, value in import_variables(environ).items() if name != "PYTHONPATH"}
 
 
 @contextlib.contextmanager

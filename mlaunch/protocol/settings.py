@@ -1,7 +1,8 @@
-"""The settings of a caller's process that are not variables, and that its forks would have. Its ranks take them over.
+"""The settings of a caller's process that its forks would have, and which its ranks therefore take over.
 
 Those of torch and numpy are only read if these are imported. Most settings are as they were when the process began, and
-are not sent.
+are not sent. Variables of the environment are sent by themselves; those that libraries read while they are loaded are
+listed at the end.
 """
 
 from __future__ import annotations
@@ -293,3 +294,33 @@ _APPLY: Mapping[str, Callable[[Any], object]] = {
     "device": lambda value: _torch().set_default_device(value),
     "flags": _set_flags,
 }
+
+
+# Variables that libraries read while they are loaded
+
+# A fork server that loaded its libraries under other values does not fit the call. This lists the variables that C code
+# reads, or Python code reads by a prefix; a test asks the loader for all of them. The warm server itself notes what
+# Python code reads by name (warm/server/import_record.py).
+_READ_AT_IMPORT = (
+    "TORCH", "PYTORCH", "KINETO_", "USE_LIBUV", "FX_",
+    "OMP_", "GOMP_", "KMP_", "ACC_", "GFORTRAN_",
+    "MKL_", "INTEL_", "MKLDNN_", "DNNL_", "ONEDNN_", "OPENBLAS_", "GOTO_", "BLIS_", "NPY_", "NUMPY_",
+    "CUBLAS_LOG", "CUBLASLT_LOG", "CUDNN_LOG", "NVIDIA_TF32_OVERRIDE", "OPENSSL_",
+    "LD_", "PYTHON", "MALLOC_", "TQDM_",
+)  # fmt: skip
+_SET_PER_RANK = ("TORCHELASTIC_", "OMP_NUM_THREADS")
+
+
+def import_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return those of the variables that libraries read while they are loaded."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(_READ_AT_IMPORT) and not name.startswith(_SET_PER_RANK)
+    }
+
+
+def with_import_variables_of(environ: Mapping[str, str], by: Mapping[str, str]) -> dict[str, str]:
+    """Return ``environ`` with the variables that libraries read while they are loaded taken from ``by``."""
+    ours = import_variables(environ)
+    return {name: value for name, value in environ.items() if name not in ours} | import_variables(by)

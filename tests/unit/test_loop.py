@@ -150,7 +150,6 @@ INSIDE = {
     "mlaunch.engines.caller.placement": "test_machines_that_are_held",
     "mlaunch.forkserver.devices": "test_devices_are_counted_in_a_process_of_their_own",
     "mlaunch.launch": "test_the_modules_that_are_commands",
-    "mlaunch.protocol.import_variables": "test_values_come_by_rank_and_the_processes_stay",
     "mlaunch.protocol.this_rank": "test_a_launch_inside_a_rank_that_was_not_meant",
     # Tests with the mark run by these.
     "mlaunch.pytest.rank.run_test": "test_who_am_i",

@@ -12,7 +12,7 @@ from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.caller.server.prepared_launch import preparation
 from mlaunch.caller.server.start_server import Interpreter, start_interpreter
 from mlaunch.core import load
-from mlaunch.protocol import import_variables
+from mlaunch.protocol.settings import import_variables, with_import_variables_of
 
 # Preloaded, since every rank imports the user's module, which imports mlaunch.
 _PREPARED = ("mlaunch.caller.launcher",)
@@ -35,7 +35,7 @@ class WarmServer:
 
     def get(self, environ: Mapping[str, str]) -> ForkServer:
         """Return the server for calls with these variables."""
-        settings = import_variables.variables(environ), self.preload
+        settings = import_variables(environ), self.preload
         with self._lock:
             if self._retired:
                 self._close_retired()
@@ -50,7 +50,7 @@ class WarmServer:
                 self._retired.append(self._server)
             like = Interpreter(preload=(*_PREPARED, *self.preload))
             # Later calls use the same server, so only variables of env= that require another server count.
-            environ = import_variables.replaced(os.environ, environ)
+            environ = with_import_variables_of(os.environ, environ)
             self._server = load.server_at_hand(environ, like) or start_interpreter(environ, like)
             self._settings = settings
             return self._server

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from mlaunch import _version
 from mlaunch.base import linux
 from mlaunch.base.peer_process import confinement, read_proc
-from mlaunch.protocol.import_variables import variables
+from mlaunch.protocol.settings import import_variables
 
 Facts = dict[str, str]  # by the words that a person is shown
 
@@ -64,7 +64,7 @@ _CALLS = {"x86_64": (252, 239, 315), "aarch64": (31, 236, 275), "riscv64": (31, 
 
 
 def _variables_that_count(environ: Mapping[str, str]) -> dict[str, str]:
-    return variables(environ) | {
+    return import_variables(environ) | {
         name: value
         for name, value in environ.items()
         if name.startswith((*_READ_AT_START, *_THREADS)) or name in _JOBS or name == SANDBOX
