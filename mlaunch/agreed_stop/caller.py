@@ -12,8 +12,8 @@ from mlaunch.agreed_stop.wire import NAME, AskToStop, StopAgreed, StopOverdue, S
 from mlaunch.base import signals
 from mlaunch.base.exceptions import misuse
 from mlaunch.caller.report.launch_report import Stopped
-from mlaunch.core.notes import Note
 from mlaunch.core.parts import CallerPart
+from mlaunch.core.records import Note
 
 if TYPE_CHECKING:
     from mlaunch.caller.options.launch_options import Options

@@ -25,7 +25,7 @@ from mlaunch.base.fds import in_forks, renewed
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    from mlaunch.core.grants import Need
+    from mlaunch.core.records import Need
 
 _Handler = Callable[[int, FrameType | None], Any]
 T = TypeVar("T")

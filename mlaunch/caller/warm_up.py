@@ -72,7 +72,7 @@ def _ask_for_launch(server: ForkServer, options: Options) -> None:
     from mlaunch.caller.launch.start import with_pipes
     from mlaunch.caller.output.output_plan import output_plan
     from mlaunch.caller.server.prepared_launch import preparation
-    from mlaunch.core.grants import Grant
+    from mlaunch.core.records import Grant
 
     environ = {**os.environ, **(options.env or {})}
     machine = ThisMachine(server.ready(), server.count_devices)

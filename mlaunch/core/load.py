@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from mlaunch.caller.options.launch_options import Options
     from mlaunch.caller.server.fork_server import ForkServer
     from mlaunch.caller.server.start_server import Interpreter
-    from mlaunch.core.grants import Grant, Need
     from mlaunch.core.parts import CallerPart, MachinePart, RankPart, Spell, Tell, Watcher
+    from mlaunch.core.records import Grant, Need
     from mlaunch.protocol.messages import RankStacks
     from mlaunch.protocol.spec import LaunchSpec
 

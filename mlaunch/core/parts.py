@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from mlaunch.caller.launch.settle import Ended
     from mlaunch.caller.server.fork_server import ForkServer
-    from mlaunch.core.grants import Grant, Need
+    from mlaunch.core.records import Grant, Need
     from mlaunch.protocol.spec import LaunchSpec
 
 Spell = Callable[[str, object], str]  # an option and its value as the user gave them: "profile='a'", "--profile a"

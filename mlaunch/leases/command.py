@@ -13,7 +13,7 @@ from mlaunch.cli.checks import UsageError, at_least
 
 if TYPE_CHECKING:
     from mlaunch.caller.server.fork_server import ForkServer
-    from mlaunch.core.grants import Grant
+    from mlaunch.core.records import Grant
     from mlaunch.run.command.job import Job
 
 
@@ -33,8 +33,8 @@ def take(job: Job, server: ForkServer, environ: dict[str, str], tell: Callable[[
     """Return the job on its leased devices, and the grant; at once for a job without a lease."""
     from mlaunch.caller.launch.call import acquired  # which most commands do not need
     from mlaunch.caller.options.launch_options import Options
-    from mlaunch.core.grants import Grant
     from mlaunch.core.load import CallerParts
+    from mlaunch.core.records import Grant
 
     options = Options(n_gpus=job.lease, devices=job.devices if job.lease else None, lease=job.lease is not None)
     try:

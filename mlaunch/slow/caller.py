@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.caller.options.option_values import parse_share
-from mlaunch.core.notes import Note, Noticed
 from mlaunch.core.parts import CallerPart
+from mlaunch.core.records import Note, Noticed
 from mlaunch.slow.wire import SlowRanks, SlowTerms
 
 if TYPE_CHECKING:

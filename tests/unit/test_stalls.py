@@ -14,7 +14,7 @@ import pytest
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.caller.launch import watched_call
 from mlaunch.caller.launch.watched_call import Watchers
-from mlaunch.core.notes import Noticed
+from mlaunch.core.records import Noticed
 from mlaunch.insight.agent.activity import activity, children_of, file_of
 from mlaunch.insight.caller import stall_signs
 from mlaunch.insight.caller.stall_watch import StallWatch

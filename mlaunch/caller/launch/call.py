@@ -38,7 +38,7 @@ from mlaunch.caller.server import start_server
 from mlaunch.caller.server.fork_server import ForkServer, ServerGoneError
 from mlaunch.caller.server.warm import warm_server
 from mlaunch.caller.warn import warn_caller
-from mlaunch.core.grants import Grant, Need
+from mlaunch.core.records import Grant, Need
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import Context, LaunchSpec
 

@@ -30,8 +30,7 @@ from mlaunch.caller.output.relay import Events, Relay
 from mlaunch.caller.report.history import History
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.server.fork_server import ServerGoneError
-from mlaunch.core.grants import Need
-from mlaunch.core.notes import Noticed
+from mlaunch.core.records import Need, Noticed
 from mlaunch.protocol import visitors
 from mlaunch.protocol.messages import (
     AgentSays,

@@ -20,7 +20,7 @@ from mlaunch.caller.report.failure_text import FailureText, doing_of, in_order, 
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.report.user_frames import hide_ours
 from mlaunch.caller.warn import warn_caller
-from mlaunch.core.grants import Need
+from mlaunch.core.records import Need
 from mlaunch.protocol.messages import Phase
 from mlaunch.protocol.stack_dump import main_frames, text_of
 

@@ -21,7 +21,7 @@ from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import LaunchSpec, details_of
 
 if TYPE_CHECKING:
-    from mlaunch.core.grants import Grant
+    from mlaunch.core.records import Grant
     from mlaunch.protocol.messages import AgentsEnd, LaunchersEnd
 
 

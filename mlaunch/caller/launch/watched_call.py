@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mlaunch.core.notes import Noticed
+from mlaunch.core.records import Noticed
 from mlaunch.protocol.messages import Question
 
 if TYPE_CHECKING:

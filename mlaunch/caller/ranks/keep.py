@@ -24,7 +24,7 @@ from mlaunch.caller.ranks.rank_set import ClosedError
 from mlaunch.caller.ranks.ranks import Ranks, ranks_of
 from mlaunch.caller.server.warm import warm_server
 from mlaunch.caller.warn import warn_caller
-from mlaunch.core.grants import Grant
+from mlaunch.core.records import Grant
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import Context
 from mlaunch.rank.setup import device

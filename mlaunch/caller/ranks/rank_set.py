@@ -34,7 +34,7 @@ from mlaunch.caller.report.history import History
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.server.warm import warm_server
 from mlaunch.caller.warn import warn_caller
-from mlaunch.core.grants import Grant
+from mlaunch.core.records import Grant
 from mlaunch.protocol import calls
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import Context, LaunchSpec

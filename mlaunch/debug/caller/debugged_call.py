@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from mlaunch.base.exceptions import misuse
 from mlaunch.caller.options.option_values import ranks_of
 from mlaunch.core import load
-from mlaunch.core.notes import Note
 from mlaunch.core.parts import CallerPart, Spell
+from mlaunch.core.records import Note
 from mlaunch.debug.caller import asking
 from mlaunch.debug.wire import PROMPT, DebugTerms, Visited, has_prompts
 

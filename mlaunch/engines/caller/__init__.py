@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlaunch.core.notes import Note
+from mlaunch.core.records import Note
 
 
 def noted(news: str, name: str) -> Note:

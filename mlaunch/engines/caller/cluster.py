@@ -19,7 +19,7 @@ from mlaunch.caller.launch.call import TRIES
 from mlaunch.caller.launch.plan import Attempt
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.output_plan import OutputPlan
-from mlaunch.core.grants import Need
+from mlaunch.core.records import Need
 from mlaunch.engines.caller.launch.engine_call import call_on_machines
 from mlaunch.engines.caller.launch.engine_launch import MachinesLaunch, StartedLaunch, Work, with_hosts
 from mlaunch.engines.caller.launch.kept_launch import open_on_machines

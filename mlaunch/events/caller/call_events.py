@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from mlaunch._version import SCHEMA
 from mlaunch.base.exceptions import as_dict, misuse
 from mlaunch.caller.launch.settle import Ended
-from mlaunch.core.notes import Noticed
 from mlaunch.core.parts import CallerPart, Spell
+from mlaunch.core.records import Noticed
 from mlaunch.events.caller.sinks import CallableSink, EventSink, FileSink
 from mlaunch.protocol.messages import RankGone, RanksStarting, RankStarted
 from mlaunch.protocol.spec import LaunchSpec

@@ -16,8 +16,8 @@ from typing import Any
 
 from mlaunch.base.text import in_two_units
 from mlaunch.caller.launch.watched_call import WatchedCall
-from mlaunch.core.notes import Noticed
 from mlaunch.core.parts import Watcher
+from mlaunch.core.records import Noticed
 from mlaunch.insight.wire import PULSE, WHY
 from mlaunch.protocol import failures
 

@@ -16,7 +16,7 @@ from mlaunch.base import linux
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.log import log
 from mlaunch.base.text import in_bytes, ranges
-from mlaunch.core.grants import Need
+from mlaunch.core.records import Need
 from mlaunch.leases.caller import other_programs
 
 # Seconds. After that it is stuck in the driver, maybe for ever, and a launch that needs less memory can run.

@@ -14,8 +14,8 @@ from mlaunch.base.text import ranges
 from mlaunch.caller.launch import plan
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.server.fork_server import ForkServer
-from mlaunch.core.grants import Grant, Need
 from mlaunch.core.parts import CallerPart, Spell
+from mlaunch.core.records import Grant, Need
 from mlaunch.leases.caller import other_programs, remnants
 from mlaunch.leases.caller.acquisition import Acquisition, DeviceLease, Wish
 from mlaunch.leases.caller.lease_directory import place

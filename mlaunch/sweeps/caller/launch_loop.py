@@ -13,7 +13,7 @@ from mlaunch.base import linux
 from mlaunch.base.fds import in_forks, leave_to_parent
 from mlaunch.base.log import log
 from mlaunch.caller.launch.settle import Ended, Steps
-from mlaunch.core.grants import Need
+from mlaunch.core.records import Need
 
 THREAD = "mlaunch-runs"
 Tell = Callable[[Ended | BaseException], None]

@@ -27,8 +27,8 @@ from mlaunch.caller.output.live import LivePlace
 from mlaunch.caller.output.output_plan import OutputPlan, output_plan, place_of, with_directory
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.server.warm import warm_server
-from mlaunch.core.grants import Grant, Need
 from mlaunch.core.load import CallerParts, room
+from mlaunch.core.records import Grant, Need
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import Context, LaunchSpec
 from mlaunch.sweeps.caller.launch_loop import loop

@@ -1,12 +1,14 @@
-"""The conditions that the steps of a call wait for, and the resources that an attempt may then use.
+"""The records that the core and the features' parts give each other.
 
-Steps are a generator that yields each ``Need`` and returns how they ended. ``interrupts.carry_out`` drives one in its
-thread; another loop may drive many in one thread.
+``Need`` and ``Grant`` are of a call that waits for something. Its steps are a generator that yields each ``Need`` and
+returns how they ended. ``interrupts.carry_out`` drives one in its thread; another loop may drive many in one thread.
+``Note`` and ``Noticed`` are of a call that runs: a feature's ``noted`` returns a Note of news from its part in the agent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 from mlaunch.base.frozen_record import frozen_record
@@ -53,3 +55,35 @@ class Need:
     timeout: float | None = None
     row: tuple[str, ...] = ()
     firm: bool = False
+
+
+@frozen_record
+class Noticed:
+    """A fact that a feature has found out about a call that continues.
+
+    Attributes:
+        kind: Of its event.
+        what: For people.
+        facts: For programs, by field of the event.
+    """
+
+    kind: str
+    what: str
+    facts: Mapping[str, object] = field(default_factory=dict)
+
+
+@frozen_record
+class Note:
+    """The content of a note.
+
+    Attributes:
+        words: For the user.
+        facts: For the launch's report, by field.
+        holds: No limit of the launch counts from now on; False: they continue to count; None: as before.
+        event: For ``events=``.
+    """
+
+    words: str = ""
+    facts: Mapping[str, object] = field(default_factory=dict)
+    holds: bool | None = None
+    event: Noticed | None = None
