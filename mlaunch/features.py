@@ -117,7 +117,7 @@ FEATURES = (
         hooks=("rank.part", "member.part"),
     ),
     Feature("pytest", (), _never, runs=("rank/run_test.py",)),
-    Feature("run", (), _never, runs=("rank/",)),
+    Feature("run", (), _never, runs=("rank.py",)),
     Feature(
         "slow",
         ("slow",),

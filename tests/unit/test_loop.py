@@ -185,7 +185,7 @@ INSIDE = {
     "mlaunch.rendezvous.waiting": "test_ranks_share_the_launchs_own_server",
     "mlaunch.numa.rank.bound_rank": "test_ranks_that_stay_on_nodes",
     "mlaunch.run.__main__": "test_the_modules_that_are_commands",
-    "mlaunch.run.rank.environ": "test_a_script_is_main",
+    "mlaunch.run.rank": "test_a_script_is_main",
     "mlaunch.run.wire": "test_a_script_is_main",
     "mlaunch.machines.caller": "test_two_machines_that_are_threads",
     "mlaunch.debug.caller.debugged_call": "test_the_lines_may_come_from_a_program",

@@ -17,7 +17,7 @@ from mlaunch.cli import main
 from mlaunch.compat.caller import server
 from mlaunch.forkserver.imports import settle
 from mlaunch.rendezvous.address import listen
-from mlaunch.run.rank import script
+from mlaunch.run import rank
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,7 +58,7 @@ def test_a_script_is_main(tmp_path: Path) -> None:
 
     def run() -> None:
         os.chdir(tmp_path)
-        script._run_file("train.py")
+        rank._run_file("train.py")
 
     launcher(run, 1)()
     assert json.loads((tmp_path / "seen.json").read_text()) == ["__main__", str(path)]

@@ -14,7 +14,7 @@ from mlaunch.rank.joining.recognise import OWNER
 from mlaunch.rank.setup import device
 from mlaunch.run.command.job import Job
 from mlaunch.run.command.job_spec import spec_of
-from mlaunch.run.rank.environ import environ_of
+from mlaunch.run.rank import environ_of
 
 _AT_THE_START = "(chosen at the start)"
 _OWN = "TORCHELASTIC_ERROR_FILE"  # differs between ranks although it names no rank
