@@ -22,7 +22,7 @@ from tests.imported import NAMESPACES, Request, Reserve, lent, libc
 
 _MODULES = (
     "torch", "torch.distributed.run", "pytest", "multiprocessing.synchronize", "mlaunch.caller.launcher",
-    "mlaunch.run.command.entry", "mlaunch.agent.main", "mlaunch.forkserver.main", "mlaunch.rendezvous.store_client",
+    "mlaunch.run.command", "mlaunch.agent.main", "mlaunch.forkserver.main", "mlaunch.rendezvous.store_client",
 )  # fmt: skip
 _HIGH = 800  # descriptors from here on are no script's
 _PR_SET_PDEATHSIG = 1

@@ -2,7 +2,7 @@
 
 ``Need`` and ``Grant`` are of a call that waits for something. Its steps are a generator that yields each ``Need`` and
 returns how they ended. ``interrupts.carry_out`` drives one in its thread; another loop may drive many in one thread.
-``Note`` and ``Noticed`` are of a call that runs: a feature's ``noted`` returns a Note of news from its part in the agent.
+``Note`` and ``Noticed`` are of a call that runs: a feature's ``noted`` returns a Note of news from its agent's part.
 """
 
 from __future__ import annotations

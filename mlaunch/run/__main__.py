@@ -2,7 +2,7 @@
 
 import sys
 
-from mlaunch.run.command.entry import main
+from mlaunch.run.command import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:], prog="python -m mlaunch.run"))

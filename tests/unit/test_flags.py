@@ -19,7 +19,8 @@ from mlaunch.caller.options.launch_options import Options, about
 from mlaunch.caller.output.output_plan import Policy
 from mlaunch.cli.checks import UsageError
 from mlaunch.protocol.server_messages import Ready
-from mlaunch.run.command import entry, flags, output, run_job
+from mlaunch.run import command as run_command
+from mlaunch.run.command import flags, output, run_job
 from mlaunch.run.command.dry_run import describe
 from mlaunch.run.command.job import Job, job_of
 from mlaunch.run.command.output import output_plan, wishes_of
@@ -95,7 +96,7 @@ def test_help_shows_one_spelling() -> None:
 def test_completion(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("shtab")
     with pytest.raises(SystemExit) as caught:
-        entry.main(["--print-completion", "bash"])
+        run_command.main(["--print-completion", "bash"])
     script = capsys.readouterr().out
     assert caught.value.code == 0
     assert "complete -o bashdefault -F _shtab_mlaunch mlaunch\n" in script
@@ -158,7 +159,7 @@ def test_completion_without_shtab(capsys: pytest.CaptureFixture[str], monkeypatc
 def test_man_page(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("argparse_manpage")
     with pytest.raises(SystemExit) as caught:
-        entry.main(["--print-man-page"])
+        run_command.main(["--print-man-page"])
     page = capsys.readouterr().out.replace("\\", "")
     assert caught.value.code == 0
     assert page.startswith(".TH MLAUNCH ")
@@ -260,7 +261,7 @@ def test_a_grace_period_that_is_none(monkeypatch: pytest.MonkeyPatch, capsys: py
     for value in ("soon", "nan", "inf", "-1"):
         monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", value)
         with pytest.raises(SystemExit):
-            entry.main([__file__])
+            run_command.main([__file__])
         said = f"mlaunch run: TORCH_ELASTIC_SHUTDOWN_TIMEOUT {value}: allowed: seconds, 0 or more\n"
         assert capsys.readouterr().err == said
 
@@ -401,7 +402,7 @@ def test_a_token_is_not_shown(tmp_path: Any) -> None:
 
 def test_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     environ = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "h1", "--nproc-per-node", "2", "--dry-run"]
-    assert entry.main([*environ, __file__, "--lr", "0.1 or so"]) == 0
+    assert run_command.main([*environ, __file__, "--lr", "0.1 or so"]) == 0
     said = capsys.readouterr().out
     for words in (
         f"command     python {__file__} --lr '0.1 or so'\n",

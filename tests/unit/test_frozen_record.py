@@ -55,7 +55,7 @@ WRONG: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
 ]
 
 LISTING = """
-import json, sys, mlaunch.run.command.entry, mlaunch.run.command.run_job
+import json, sys, mlaunch.run.command, mlaunch.run.command.run_job
 print(json.dumps([module.__file__ for name, module in sys.modules.items() if name.startswith("mlaunch.")]))
 """
 

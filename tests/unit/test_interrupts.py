@@ -16,7 +16,7 @@ import pytest
 from mlaunch.caller import interrupts
 from mlaunch.caller.interrupts import EndSignal, allowed, deferred
 from mlaunch.caller.ranks.kept_call import RanksFuture
-from mlaunch.run.command import entry
+from mlaunch.run import command
 
 
 @pytest.fixture(autouse=True)
@@ -230,7 +230,7 @@ def test_a_signal_that_was_ignored_when_the_command_began_does_not_end_it() -> N
     """As SIGHUP is under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with entry._stopping_at((signal.SIGHUP, signal.SIGINT)):
+        with command._stopping_at((signal.SIGHUP, signal.SIGINT)):
             signal.raise_signal(signal.SIGHUP)
             with pytest.raises(EndSignal, match="SIGINT"):
                 signal.raise_signal(signal.SIGINT)

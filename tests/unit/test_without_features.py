@@ -25,7 +25,7 @@ ASKS = {
     "display": ("to_svg()", "mlaunch.LaunchReport('f()', 'here', 0.1, 0, 1, ()).to_svg()"),
     "engines": (
         "--engine ssh:a",
-        "import mlaunch.run.command.entry as run\nrun.main(['--engine', 'ssh:a', 'setup.cfg'])",
+        "import mlaunch.run.command as run\nrun.main(['--engine', 'ssh:a', 'setup.cfg'])",
     ),
     "events": ("events='t'", CALL.format("events='t'")),
     "insight": ("stall=60", CALL.format("stall=60")),

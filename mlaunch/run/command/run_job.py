@@ -1,6 +1,6 @@
 """The run of a job: planned, started, and its end reported.
 
-``entry`` imports this after it has asked for the fork server, which gets ready meanwhile.
+The command imports this after it has asked for the fork server, which gets ready meanwhile.
 """
 
 from __future__ import annotations
