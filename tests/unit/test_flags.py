@@ -20,10 +20,10 @@ from mlaunch.caller.output.output_plan import Policy
 from mlaunch.cli.checks import UsageError
 from mlaunch.protocol.server_messages import Ready
 from mlaunch.run import command as run_command
-from mlaunch.run.command import flags, output, run_job
+from mlaunch.run.command import ending, flags, run_job
 from mlaunch.run.command.dry_run import describe
 from mlaunch.run.command.job import Job, job_of
-from mlaunch.run.command.output import output_plan, wishes_of
+from mlaunch.run.command.output import output_flags_of, output_plan, without_output
 
 
 def parse(*args: str, **environ: str) -> argparse.Namespace:
@@ -347,7 +347,7 @@ def test_devices() -> None:
 
 
 def policies(size: int, *args: str) -> dict[tuple[int, int], Policy]:
-    return wishes_of(parse(*args), {}).policies(size)
+    return output_flags_of(parse(*args), {}).policies(size)
 
 
 def test_flags_of_the_output() -> None:
@@ -372,8 +372,8 @@ def test_flags_of_the_output() -> None:
 )  # fmt: skip
 def test_the_prefix_is_torchruns(args: list[str], environ: dict[str, str], prefix: str) -> None:
     """On the second machine, whose ranks begin with 4."""
-    wishes = wishes_of(parse("-t", "3", *args, **environ), environ)
-    assert output_plan(wishes, 4, "trainer", None, lambda: 4).prefix([5]) == prefix
+    output_flags = output_flags_of(parse("-t", "3", *args, **environ), environ)
+    assert output_plan(output_flags, 4, "trainer", None, lambda: 4).prefix([5]) == prefix
 
 
 def test_a_token_that_is_no_utf_8_is_refused_by_name() -> None:
@@ -422,13 +422,13 @@ def test_the_first_entry_of_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_directory_in_which_nothing_would_be_kept() -> None:
-    said = output.without_output(wishes_of(parse("--log-dir", "logs"), {}), 2)
+    said = without_output(output_flags_of(parse("--log-dir", "logs"), {}), 2)
     assert said == "--log-dir logs keeps no output without --tee 3 (here, too) or --redirects 3 (there alone)"
     for flags_ in (["--log-dir", "logs", "--tee", "1:3"], []):
-        assert output.without_output(wishes_of(parse(*flags_), {}), 2) == ""
+        assert without_output(output_flags_of(parse(*flags_), {}), 2) == ""
 
 
 def test_words_in_a_pipe_command_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     """A user's exception may be in colours, or worse."""
-    output.say("raised ValueError: \x1b[1;31mno\x1b[0m such luck\x1b]0;title\x07\n\tat train.py:3")
+    ending.say("raised ValueError: \x1b[1;31mno\x1b[0m such luck\x1b]0;title\x07\n\tat train.py:3")
     assert capsys.readouterr().err == ("mlaunch: raised ValueError: no such luck\\x1b]0;title\\x07\n\tat train.py:3\n")

@@ -7,7 +7,7 @@ import pytest
 from mlaunch import LaunchError
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.cli import chosen_launches
-from mlaunch.run.command.statuses import status_of
+from mlaunch.run.command.ending import status_of
 from tests import schema
 
 

@@ -22,10 +22,10 @@ from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.caller.server.start_server import Interpreter, start_interpreter
 from mlaunch.cli.checks import UsageError
 from mlaunch.core import load
+from mlaunch.run.command.ending import FAILED, MISUSE, SIGNALLED, errors, fail, say
 from mlaunch.run.command.flags import parser as parser
 from mlaunch.run.command.job import Job, behind_the_script, job_of, with_source
-from mlaunch.run.command.output import Wishes, errors, fail, say, wishes_of
-from mlaunch.run.command.statuses import FAILED, MISUSE, SIGNALLED
+from mlaunch.run.command.output import OutputFlags, output_flags_of
 
 if TYPE_CHECKING:
     import argparse
@@ -44,14 +44,14 @@ def main(argv: Sequence[str], *, prog: str = "mlaunch run", of_launch: bool = Fa
     try:
         errors.check(args.error_file)
         errors.begin(args.error_file)
-        job, wishes, engine = _job_of(args), wishes_of(args, os.environ), _engine_of(args)
+        job, output_flags, engine = _job_of(args), output_flags_of(args, os.environ), _engine_of(args)
         with _stopping_at(job.signals):
             job = job if args.dry_run else with_source(job)
             if engine is not None:
                 from mlaunch.run.command.run_job import run_there
 
-                return run_there(job, wishes, engine)
-            status = _run(job, wishes, dry=args.dry_run)
+                return run_there(job, output_flags, engine)
+            status = _run(job, output_flags, dry=args.dry_run)
             # argparse's status: the script's parser may have refused a flag that was meant for mlaunch run.
             if status == MISUSE and (flag := behind_the_script(job.args)):
                 say(f"{flag} comes after {job.target}, which got it: flags of mlaunch run come before the script")
@@ -90,7 +90,7 @@ def _engine_of(args: argparse.Namespace) -> Engine | None:
     return engine_of(args)
 
 
-def _run(job: Job, wishes: Wishes, *, dry: bool) -> int:
+def _run(job: Job, output_flags: OutputFlags, *, dry: bool) -> int:
     handled = ",".join(signal.Signals(number).name for number in job.signals)
     environ = {**os.environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": handled}
     like = Interpreter(_executable(environ), job.path, job.preload, stdin=None)
@@ -100,7 +100,7 @@ def _run(job: Job, wishes: Wishes, *, dry: bool) -> int:
         from mlaunch.run.command import run_job
 
         if server is not None and not dry:
-            return run_job.run_here(job, server, environ, wishes)
+            return run_job.run_here(job, server, environ, output_flags)
         return run_job.describe_here(job, server, environ)
     finally:
         if server is not None:

@@ -16,7 +16,7 @@ from mlaunch.caller.options.option_fields import ENDING, MEETING, OUTPUT, SIZES,
 from mlaunch.cli.checks import UsageError
 from mlaunch.cli.completion import PrintCompletion, PrintManPage
 from mlaunch.core import load
-from mlaunch.run.command.output import errors, note_error
+from mlaunch.run.command.ending import errors, note_error
 
 STD_HELP = "0 none, 1 stdout, 2 stderr, 3 both, or by local rank: 0:3,1:2"
 DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"

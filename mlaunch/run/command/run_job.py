@@ -22,11 +22,11 @@ from mlaunch.cli.checks import UsageError
 from mlaunch.core import load
 from mlaunch.core.load import CallerParts
 from mlaunch.rank.setup import device
+from mlaunch.run.command.ending import FAILED, STOPPED, TIMED_OUT, annotate, fail, say, status_of
 from mlaunch.run.command.flags import as_flag
 from mlaunch.run.command.job import Job
 from mlaunch.run.command.job_spec import spec_of
-from mlaunch.run.command.output import Wishes, annotate, directory_of, fail, output_plan, say, without_output
-from mlaunch.run.command.statuses import FAILED, STOPPED, TIMED_OUT, status_of
+from mlaunch.run.command.output import OutputFlags, directory_of, output_plan, without_output
 
 if TYPE_CHECKING:
     from mlaunch.engines.caller.engine import Engine
@@ -48,15 +48,15 @@ def describe_here(job: Job, server: ForkServer | None, environ: dict[str, str]) 
     return 0
 
 
-def run_here(job: Job, server: ForkServer, environ: dict[str, str], wishes: Wishes) -> int:
+def run_here(job: Job, server: ForkServer, environ: dict[str, str], output_flags: OutputFlags) -> int:
     """Run the job on this machine; return the exit status."""
     try:
         with _parts_of(job) as parts:
             if job.lease is None:
-                return _carry_out(job, _on_its_devices(job, server, environ, wishes, ()), parts)
+                return _carry_out(job, _on_its_devices(job, server, environ, output_flags, ()), parts)
             job, granted = load.module_of("leases", "command").take(job, server, environ, say)
             try:
-                attempts = _on_its_devices(job, server, dict(granted.environ), wishes, granted.held)
+                attempts = _on_its_devices(job, server, dict(granted.environ), output_flags, granted.held)
                 return _carry_out(job, attempts, parts)
             finally:
                 granted.give_back()
@@ -79,7 +79,7 @@ def _failed(error: LaunchError) -> int:
 
 
 def _on_its_devices(
-    job: Job, server: ForkServer, environ: dict[str, str], wishes: Wishes, held: Sequence[int]
+    job: Job, server: ForkServer, environ: dict[str, str], output_flags: OutputFlags, held: Sequence[int]
 ) -> Attempts:
     """Return what runs the job."""
     size, environ = _on_devices(job, server, environ)
@@ -87,15 +87,15 @@ def _on_its_devices(
         _check_devices(size, environ, server.ready().runtime)
     if job.asked.numa is None:  # otherwise only the ranks know their CPUs
         _say_threads(size, environ)
-    return _launch(job, size, server, environ, wishes, held)
+    return _launch(job, size, server, environ, output_flags, held)
 
 
-def run_there(job: Job, wishes: Wishes, engine: Engine) -> int:
+def run_there(job: Job, output_flags: OutputFlags, engine: Engine) -> int:
     """Run the job on an engine's machines; return the exit status."""
     from mlaunch.run.command.run_on_engine import There
 
     size = job.size if isinstance(job.size, int) else 1
-    there = There(job, engine, wishes, _directory(wishes, size, job), say)
+    there = There(job, engine, output_flags, _directory(output_flags, size, job), say)
     try:
         with _parts_of(job) as parts:
             return _carry_out(job, there.steps, parts)
@@ -108,16 +108,16 @@ def run_there(job: Job, wishes: Wishes, engine: Engine) -> int:
 
 
 def _launch(
-    job: Job, size: int, server: ForkServer, environ: Mapping[str, str], wishes: Wishes, held: Sequence[int]
+    job: Job, size: int, server: ForkServer, environ: Mapping[str, str], output_flags: OutputFlags, held: Sequence[int]
 ) -> Attempts:
     """Return what runs the job."""
-    directory = _directory(wishes, size, job)
+    directory = _directory(output_flags, size, job)
     machine = ThisMachine(server.ready(), server.count_devices)
 
     def attempts(parts: CallerParts) -> Steps:
         def attempt(number: Attempt) -> Steps:
             spec = spec_of(job, size, machine, environ, number, directory or "")
-            output = output_plan(wishes, size, job.role, directory, lambda: handle.outcome.spec.rank_start)
+            output = output_plan(output_flags, size, job.role, directory, lambda: handle.outcome.spec.rank_start)
             handle = start_launch(server, spec, None, output, History(), held)
             try:
                 handle.attach(parts)
@@ -130,11 +130,11 @@ def _launch(
     return attempts
 
 
-def _directory(wishes: Wishes, size: int, job: Job) -> str | None:
-    directory = directory_of(wishes, size, job.run_id or "run")
-    if directory is not None and wishes.log_dir is None:
+def _directory(output_flags: OutputFlags, size: int, job: Job) -> str | None:
+    directory = directory_of(output_flags, size, job.run_id or "run")
+    if directory is not None and output_flags.log_dir is None:
         say(f"output is kept in {directory}")
-    if said := without_output(wishes, size):
+    if said := without_output(output_flags, size):
         say(said)
     return directory
 

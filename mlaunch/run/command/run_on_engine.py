@@ -17,7 +17,7 @@ from mlaunch.engines.caller.launch.engine_launch import HostPrefix, Work
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.run.command.job import Job
 from mlaunch.run.command.job_spec import target_of
-from mlaunch.run.command.output import Wishes
+from mlaunch.run.command.output import OutputFlags
 
 # Flags whose values an engine or its machines decide.
 _DECIDED = (
@@ -43,10 +43,10 @@ class There:
     """A job on machines of its own, which ``close`` gives back."""
 
     def __init__(
-        self, job: Job, engine: Engine, wishes: Wishes, directory: str | None, tell: Callable[[str], None]
+        self, job: Job, engine: Engine, output_flags: OutputFlags, directory: str | None, tell: Callable[[str], None]
     ) -> None:
         self._job = job
-        self._wishes = wishes
+        self._output_flags = output_flags
         self._directory, self._tell = directory, tell
         self._machines = engine.ask_for(job.nodes, None)
         self._work = Work(job.name, None, target_of(job, ""), (job.target, *job.args), job.path)
@@ -62,7 +62,7 @@ class There:
     def _output(self, _spec: LaunchSpec, hosts: dict[int, str]) -> OutputPlan:
         """Show all ranks, since none has this process's streams; files are named by global rank."""
         places = {rank: rank - machine.rank_start for machine in self._machines.machines for rank in machine.ranks}
-        wished = self._wishes.policies(max(places.values()) + 1)
+        wished = self._output_flags.policies(max(places.values()) + 1)
         policies = {
             (rank, stream): wished.get((local_rank, stream), Policy(shown=True))
             for rank, local_rank in places.items()
@@ -71,9 +71,9 @@ class There:
         return OutputPlan(policies, self._prefix(hosts, places), self._directory, merge=False)
 
     def _prefix(self, hosts: dict[int, str], places: dict[int, int]) -> Callable[[Sequence[int]], str]:
-        if not self._wishes.own_prefix:
+        if not self._output_flags.own_prefix:
             return HostPrefix(hosts)
-        return lambda ranks: self._wishes.prefix_of(self._job.role, ranks[0], places[ranks[0]], hosts[ranks[0]])
+        return lambda ranks: self._output_flags.prefix_of(self._job.role, ranks[0], places[ranks[0]], hosts[ranks[0]])
 
 
 def _options(job: Job) -> Options:
