@@ -851,7 +851,7 @@ SLIPS = (
     Slip(
         "stop",
         "patience_of_mlaunch_stop",
-        "cli/ps_and_stop.py",
+        "cli/launch_commands.py",
         "*ids, patient=True)",
         "*ids)",
         ("contract/test_stopping.py::test_mlaunch_stop_waits_for_ranks_that_take_longer_than_an_answer",),

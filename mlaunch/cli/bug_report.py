@@ -116,6 +116,8 @@ def _variables(environ: Mapping[str, str]) -> Iterator[str]:
     yield f"{len(environ)} variables in all"
 
 
+# Secrets: values of secret variables, logins, and strings that look like tokens
+
 _IN_NAMES = re.compile(
     r"TOKEN|KEY|SECRET|PASS|JWT|CREDENTIAL|AUTH|COOKIE|PRIVATE|SIGNATURE|WEBHOOK|BEARER|OTP|CERT|DSN|CONN(ECTION)?_?STR"
     r"|(^|_)(PAT|PWD|PW|PSK|SAS|PIN|SALT|SESSION|SID|MNEMONIC|SEED_PHRASE|LICENSE)(_|$)",

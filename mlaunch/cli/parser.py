@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 
 from mlaunch._version import __version__
-from mlaunch.cli import doctor, ps_and_stop
+from mlaunch.cli import doctor, launch_commands
 from mlaunch.cli.checks import OF_FEATURES, PRINT_COMPLETION
 from mlaunch.core import load
 
@@ -44,16 +44,16 @@ def mlaunch_parser(run: argparse.ArgumentParser | None = None) -> argparse.Argum
     parents = [] if run is None else [run]
     about = "run a script once per device, as torchrun does" if load.is_there("run") else "is not there"
     commands.add_parser("run", help=about, add_help=False, parents=parents)
-    ps_and_stop.add_ps(commands)
+    launch_commands.add_ps(commands)
     _add_commands_of("insight", commands)
-    ps_and_stop.add_stop(commands)
+    launch_commands.add_stop(commands)
     _add_commands_of("debug", commands)
     doctor.add_command(commands)
     _add_commands_of("warm", commands)
     return parser
 
 
-def _add_commands_of(feature: str, commands: ps_and_stop.Commands) -> None:
+def _add_commands_of(feature: str, commands: launch_commands.Commands) -> None:
     """Add a feature's commands. ``cli.main`` reports a feature that is missing."""
     if (module := load.at_hand(feature, "command")) is not None:
         module.add_command(commands)

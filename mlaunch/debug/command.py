@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.text import name_ranks
 from mlaunch.caller.running_launches import ID_SHOWN, ask_by_name, title_of
-from mlaunch.cli.chosen_launches import which
+from mlaunch.cli.launch_commands import which
 from mlaunch.protocol.visitors import STATUS
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mlaunch.base.exceptions import frames_by_name
 from mlaunch.base.text import shown
 from mlaunch.caller.running_launches import facts_of, title_of, whole
-from mlaunch.cli.chosen_launches import add_choice, asked, launch_data, nothing, print_json, rank_data
+from mlaunch.cli.launch_commands import add_choice, asked, launch_data, nothing, print_json, rank_data
 from mlaunch.insight.wire import ALL_STACKS, STACKS, WHY
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import pytest
 from mlaunch.base import linux
 from mlaunch.base.text import in_two_units
 from mlaunch.caller import running_launches
-from mlaunch.cli import main, ps_and_stop
+from mlaunch.cli import launch_commands, main
 from mlaunch.protocol import registry
 from mlaunch.protocol.visitors import ASK, END, STATUS, Reception, answer
 from tests import launches
@@ -90,7 +90,7 @@ def test_the_parts_of_one_launch_on_a_machine_are_stopped_together(
         part = {"id": "6d064c40f1", "function": "f()", "world_size": 2, "restart_count": 0, "age": 2.0, "caller": 7}
         return [{**part, "ranks": [{"rank": rank}]} for rank in range(2)]
 
-    monkeypatch.setattr(ps_and_stop, "ask", ask)
+    monkeypatch.setattr(launch_commands, "ask", ask)
     assert main(["stop", "--now", "6d06"]) == 0
     told = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in told] == [["ending", "6d064c40"]] * 2 + [["ended"]]

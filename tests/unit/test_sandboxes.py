@@ -25,7 +25,7 @@ from mlaunch.base.peer_process import (
     rights_lacking_to_peer,
 )
 from mlaunch.caller import running_launches
-from mlaunch.cli import main, ps_and_stop
+from mlaunch.cli import launch_commands, main
 from mlaunch.protocol import visitors
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.visitors import END, STATUS, VISIT, Reception
@@ -296,7 +296,7 @@ def test_a_launch_tells_another_user_nothing(tmp_path: Path, monkeypatch: pytest
 def test_a_stop_that_is_refused_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     seen = {"id": "x", "function": "f()", "age": 1.0, "world_size": 1, "restart_count": 0, "caller": 1, "ranks": []}
     told = {STATUS: seen, STOP: {"refused": "not from there"}}
-    monkeypatch.setattr(ps_and_stop, "ask", lambda word, *_, **__: [told[word]])
+    monkeypatch.setattr(launch_commands, "ask", lambda word, *_, **__: [told[word]])
     assert main(["stop"]) == 1
     assert capsys.readouterr().err == "mlaunch: not from there\n"
 

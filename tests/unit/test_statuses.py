@@ -6,7 +6,7 @@ import pytest
 
 from mlaunch import LaunchError
 from mlaunch.base.exceptions import RankFailure
-from mlaunch.cli import chosen_launches
+from mlaunch.cli import launch_commands
 from mlaunch.run.command.ending import status_of
 from tests import schema
 
@@ -24,6 +24,6 @@ def test_a_status_means_one_thing(kind: str, exitcode: int | None, status: int) 
 
 def test_a_launch_that_an_older_version_has_started() -> None:
     """What it does not say has the usual values."""
-    told = chosen_launches.data_of({"id": "3f2a", "ranks": [{"rank": 0, "pid": 7}]})
+    told = launch_commands.data_of({"id": "3f2a", "ranks": [{"rank": 0, "pid": 7}]})
     schema.check(told, "launch")
     assert (told["function"], told["ranks"][0]["device"]) == ("", "-")

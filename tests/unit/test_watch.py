@@ -11,7 +11,7 @@ import pytest
 
 from mlaunch.base.text import columns
 from mlaunch.caller.call_log import CallLog
-from mlaunch.cli import main, ps_and_stop
+from mlaunch.cli import launch_commands, main
 from mlaunch.display import caller as drawing
 from mlaunch.insight.caller import watching
 from mlaunch.insight.caller.watching import DeviceUse, RankTable
@@ -175,8 +175,8 @@ def test_a_table_needs_a_terminal_and_rich(monkeypatch: pytest.MonkeyPatch, caps
 @pytest.mark.parametrize("text", ["0", "-1", "often", "nan", "inf"])
 def test_how_often(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=f"{text}: allowed: seconds, more than 0"):
-        ps_and_stop._period(text)
-    assert ps_and_stop._period("0.5") == 0.5
+        launch_commands._period(text)
+    assert launch_commands._period("0.5") == 0.5
 
 
 def test_calls_are_counted() -> None:
