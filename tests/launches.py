@@ -20,13 +20,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from mlaunch.base.frames import STACK_SIGNAL
 from mlaunch.caller import running_launches
 from mlaunch.caller.server.prepared_launch import preparation
 from mlaunch.caller.server.warm import warm_server
 from mlaunch.protocol import registry
 from mlaunch.protocol.board import REPORTS_KEPT
 from mlaunch.protocol.messages import Phase
-from mlaunch.protocol.stack_dump import STACK_SIGNAL
 from mlaunch.rank.for_users import progress
 
 if TYPE_CHECKING:

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from mlaunch.agent.rank_process import RankProcess
 from mlaunch.agent.stack_requests import state_of
 from mlaunch.base.deadline import NEVER
+from mlaunch.base.frames import STATES
 from mlaunch.protocol import registry
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.messages import AgentHears, AgentsEnd, Phase, Question
 from mlaunch.protocol.spec import Details, LaunchSpec, with_details
-from mlaunch.protocol.stack_dump import STATES
 from mlaunch.protocol.visitors import STATUS, Reception, answer, tell_launcher
 
 if TYPE_CHECKING:

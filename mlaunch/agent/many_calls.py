@@ -30,6 +30,7 @@ from mlaunch.agent.scene import AgentParts
 from mlaunch.agent.stopping import Escalation
 from mlaunch.base.deadline import Deadline
 from mlaunch.base.fds import close_all, memory_file
+from mlaunch.base.frames import STACKS_TIMEOUT
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import FD_LIMIT
 from mlaunch.protocol.messages import (
@@ -45,7 +46,6 @@ from mlaunch.protocol.messages import (
     RanksBack,
     RanksStand,
 )
-from mlaunch.protocol.stack_dump import STACKS_TIMEOUT
 from mlaunch.rank import in_step
 
 _LOOK_DELAY = 0.1  # seconds between looks whether ranks that were asked to stop have answered their launcher

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Collection
 
 from mlaunch.agent.rank_process import RankProcess
+from mlaunch.base.frames import ALL_STACKS_SIGNAL, STACK_SIGNAL, STACKS_TIMEOUT, in_letters, is_whole_stack
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol.messages import Phase
-from mlaunch.protocol.stack_dump import ALL_STACKS_SIGNAL, STACK_SIGNAL, STACKS_TIMEOUT, in_letters, is_whole
 
 _READ = 65536  # bytes: a pipe holds no more
 _LONG_ENOUGH = 0.05  # seconds of running in which a rank that has got the signal has answered
@@ -72,7 +72,7 @@ class StackRequests:
             rank = self._pending[stack_fd].rank
             text = read_some(stack_fd)
             rank.stacks = in_letters(rank.stacks + text)  # a letter may have come in parts
-            if not text or is_whole(rank.stacks):
+            if not text or is_whole_stack(rank.stacks):
                 del self._pending[stack_fd]
 
     def forget(self, rank: RankProcess) -> None:

@@ -20,10 +20,10 @@ from mlaunch.agent.stack_requests import StackRequests, state_of
 from mlaunch.base.deadline import NEVER
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.fds import close_all
+from mlaunch.base.frames import STACKS_TIMEOUT, is_whole_stack
 from mlaunch.base.text import last_bytes
 from mlaunch.protocol.channel import TEXT_LIMIT
 from mlaunch.protocol.messages import CAUSE_DELAY, Operations, Phase, RankStacks
-from mlaunch.protocol.stack_dump import STACKS_TIMEOUT, is_whole
 
 if TYPE_CHECKING:
     from mlaunch.agent.supervision import Supervision, System
@@ -342,7 +342,7 @@ class Stopping:
     def stacks_of(self, rank: RankProcess) -> RankStacks:
         """Return a rank's stacks, as far as it has told them."""
         text = last_bytes(rank.stacks, TEXT_LIMIT)
-        state = "" if is_whole(text) else state_of(rank.pid)
+        state = "" if is_whole_stack(text) else state_of(rank.pid)
         entered = None if self._entered is None else self._entered.told.get(rank.rank)
         if entered is not None and sum(len(group.members) for group in entered.groups) > _MOST_MEMBERS:
             entered = Operations()

@@ -371,7 +371,7 @@ class Ask(enum.Enum):
     NUMBERS = "the numbers of the operations that it has entered since the call of ``Question.call`` began"
     ENTERED = "the number of the latest operation that it has entered in each of its process groups"
     TURNS = "how often its function has come by what features count: a larger number is progress"
-    PLACE = "the Python frames of its main thread, as ``stack_dump.main_frames`` returns them"
+    PLACE = "the Python frames of its main thread, as ``frames.main_frames`` returns them"
 
 
 @frozen_record

@@ -10,12 +10,12 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from mlaunch.base import linux
+from mlaunch.base import frames, linux
 from mlaunch.base.fds import in_forks
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.own_process import name_process
 from mlaunch.base.text import first_bytes
-from mlaunch.protocol import launch_files, payload, stack_dump
+from mlaunch.protocol import launch_files, payload
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel, assert_never
 from mlaunch.protocol.messages import (
@@ -119,7 +119,7 @@ class Rank:
         faulthandler.enable(
             linux.aside(args.crash_fd)
         )  # aside: written to unchecked, even if user code has reused the number
-        stack_dump.answer_requests(linux.aside(args.stack_fd))
+        frames.answer_requests(linux.aside(args.stack_fd))
         process.leave_to_caller(self._spec.callers_signals)
         process.set_environ(environ)
         os.chdir(context.cwd)

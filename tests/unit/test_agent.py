@@ -33,14 +33,15 @@ from mlaunch.agent.stopping import END_DELAY
 from mlaunch.agent.supervision import Supervision, System
 from mlaunch.agent.supervisor import Supervisor
 from mlaunch.agreed_stop.wire import NAME, AskToStop
-from mlaunch.base import linux
+from mlaunch.base import frames, linux
 from mlaunch.base.deadline import NEVER, Deadline
 from mlaunch.base.fds import OwnedFds
+from mlaunch.base.frames import STACKS_TIMEOUT
 from mlaunch.base.linux import wait_readable
 from mlaunch.debug.wire import HoldDeadline
 from mlaunch.forkserver.children import Child
 from mlaunch.machines.agent.linked_peers import LinkedPeers
-from mlaunch.protocol import launch_files, messages, payload, registry, stack_dump
+from mlaunch.protocol import launch_files, messages, payload, registry
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import FD_LIMIT, TEXT_LIMIT, Channel
 from mlaunch.protocol.messages import (
@@ -57,7 +58,6 @@ from mlaunch.protocol.messages import (
     Told,
 )
 from mlaunch.protocol.result_queue import Results
-from mlaunch.protocol.stack_dump import STACKS_TIMEOUT
 from mlaunch.rank import function, in_step
 from mlaunch.rank.base import Rank
 from mlaunch.rank.in_step import Numbers
@@ -293,7 +293,7 @@ def test_a_program_without_a_handler_is_not_asked_for_stacks() -> None:
         while True:
             signal.pause()
     try:
-        assert not request(pid, messages.Phase.RUNNING, stack_dump.STACK_SIGNAL)
+        assert not request(pid, messages.Phase.RUNNING, frames.STACK_SIGNAL)
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -304,14 +304,14 @@ def test_a_rank_that_has_not_taken_a_request_gets_no_second() -> None:
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {stack_dump.STACK_SIGNAL})
-        stack_dump.answer_requests(writer)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {frames.STACK_SIGNAL})
+        frames.answer_requests(writer)
         os.write(writer, b"!")
         while True:
             signal.pause()
     try:
         assert os.read(reader, 1) == b"!"
-        asked = [request(pid, messages.Phase.RUNNING, stack_dump.STACK_SIGNAL) for _ in range(2)]
+        asked = [request(pid, messages.Phase.RUNNING, frames.STACK_SIGNAL) for _ in range(2)]
         assert asked == [True, False]
     finally:
         os.kill(pid, signal.SIGKILL)
@@ -322,10 +322,10 @@ def test_a_rank_that_has_not_taken_a_request_gets_no_second() -> None:
 
 def test_an_answer_leaves_alone_the_error_of_a_system_call() -> None:
     def ask() -> str:
-        stack_dump.answer_requests(os.open(os.devnull, os.O_WRONLY))
+        frames.answer_requests(os.open(os.devnull, os.O_WRONLY))
         libc = ctypes.CDLL(None, use_errno=True)
         found = []
-        for number in (stack_dump.STACK_SIGNAL, stack_dump.ALL_STACKS_SIGNAL):
+        for number in (frames.STACK_SIGNAL, frames.ALL_STACKS_SIGNAL):
             ctypes.set_errno(errno.ENOENT)  # what libc's raise and the handler see, and give back
             libc["raise"](int(number))
             found.append(ctypes.get_errno())
@@ -545,7 +545,7 @@ def test_a_rank_that_is_about_to_end(execs: bool) -> None:
         os.close(said)
         os.dup2(hear, 0)
         os.dup2(say, 1)
-        stack_dump.answer_requests(1)
+        frames.answer_requests(1)
         if execs:
             os.execv("/bin/cat", ["cat"])
         while data := os.read(0, 1):
@@ -748,8 +748,8 @@ def test_a_stack_is_read_to_its_end_however_it_is_written(world: World) -> None:
         lambda: os.write(world._stacks[2], before.encode()), lambda: os.write(world._stacks[2], rest.encode()),
     )  # fmt: skip
     [dump] = [record.text for record in told if isinstance(record, messages.RankStacks) and record.rank == 2]
-    assert stack_dump.main_frames(dump) == [("t.py", "8", "train")]
-    assert stack_dump.main_frames(before) == [("t.py", "8", "train")]
+    assert frames.main_frames(dump) == [("t.py", "8", "train")]
+    assert frames.main_frames(before) == [("t.py", "8", "train")]
 
 
 def test_a_deadline_while_a_consequence_is_held() -> None:

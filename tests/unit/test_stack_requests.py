@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from mlaunch.agent.stack_requests import request
-from mlaunch.protocol import stack_dump
+from mlaunch.base import frames
 from mlaunch.protocol.messages import Phase
 from tests.contract import crashes
 
@@ -20,7 +20,7 @@ def test_a_stopped_rank_is_not_asked_for_its_stacks(number: int, asked: bool) ->
     if child == 0:
         import faulthandler
 
-        faulthandler.register(stack_dump.STACK_SIGNAL, file=os.open(os.devnull, os.O_WRONLY))
+        faulthandler.register(frames.STACK_SIGNAL, file=os.open(os.devnull, os.O_WRONLY))
         os.kill(os.getpid(), signal.SIGSTOP)
         crashes.hang()
     try:
@@ -28,7 +28,7 @@ def test_a_stopped_rank_is_not_asked_for_its_stacks(number: int, asked: bool) ->
         os.kill(child, number)
         if asked:
             os.waitid(os.P_PID, child, os.WCONTINUED)
-        assert request(child, Phase.RUNNING, stack_dump.STACK_SIGNAL) is asked
+        assert request(child, Phase.RUNNING, frames.STACK_SIGNAL) is asked
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

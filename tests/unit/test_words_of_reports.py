@@ -17,6 +17,7 @@ import torch.distributed as dist
 from mlaunch import comm, launcher
 from mlaunch.agent.evidence import Evidence
 from mlaunch.base.exceptions import RankFailure
+from mlaunch.base.frames import in_letters
 from mlaunch.base.text import name_ranks
 from mlaunch.caller.launch.hints import hints_of
 from mlaunch.caller.launch.outcome import Outcome
@@ -28,7 +29,6 @@ from mlaunch.insight.caller.why_text import view_of
 from mlaunch.protocol import channel, payload
 from mlaunch.protocol.messages import AnswerKind, Phase, RankAnswered, RankGone, RankStacks, RemoteError
 from mlaunch.protocol.server_messages import Ready
-from mlaunch.protocol.stack_dump import in_letters
 from mlaunch.pytest.rank import explanation
 from mlaunch.rank import function as rank_function
 from mlaunch.rank import remote_error

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlaunch.base.exceptions import RankFailure, describe_exit
-from mlaunch.base.frames import is_control_thread, mentions_bottom
+from mlaunch.base.frames import in_letters, is_control_thread, mentions_bottom
 from mlaunch.base.text import name_ranks
 from mlaunch.caller.report.failure_text import summarise
 from mlaunch.protocol import failures, launch_files
@@ -32,7 +32,6 @@ from mlaunch.protocol.messages import (
 )
 from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.spec import LaunchSpec
-from mlaunch.protocol.stack_dump import in_letters
 
 
 @dataclass

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Generator, Sequence
 from typing import Any
 
 from mlaunch.base.exceptions import FailedLaunch, LaunchError, LaunchTimeout, OtherRank, RankFailure
+from mlaunch.base.frames import main_frames, stack_text
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.text import name_ranks, name_some_ranks
 from mlaunch.caller.launch.hints import hints_of, of_value
@@ -22,7 +23,6 @@ from mlaunch.caller.report.user_frames import hide_ours
 from mlaunch.caller.warn import warn_caller
 from mlaunch.core.records import Need
 from mlaunch.protocol.messages import Phase
-from mlaunch.protocol.stack_dump import main_frames, text_of
 
 
 @frozen_record
@@ -178,7 +178,7 @@ def _late_ranks(outcome: Outcome, blamed: Collection[int]) -> list[RankFailure]:
                 phase=dump.phase.value if dump is not None else "",
                 host=outcome.hosts.get(rank, os.uname().nodename),
                 device=spec.device(rank - spec.rank_start),
-                traceback=text_of(frames) if dump is not None and (frames := main_frames(dump.text)) else "",
+                traceback=stack_text(frames) if dump is not None and (frames := main_frames(dump.text)) else "",
                 consequence=bool(blamed) and rank not in blamed,
                 final=True,
                 late=True,

@@ -18,9 +18,9 @@ from typing import Protocol
 from mlaunch.base import linux
 from mlaunch.base.deadline import NEVER, Deadline
 from mlaunch.base.fds import KeptFd
+from mlaunch.base.frames import STACKS_TIMEOUT
 from mlaunch.protocol import launch_files, registry
 from mlaunch.protocol.spec import LaunchSpec
-from mlaunch.protocol.stack_dump import STACKS_TIMEOUT
 
 
 @dataclass

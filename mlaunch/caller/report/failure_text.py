@@ -9,11 +9,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from mlaunch.base.exceptions import RankFailure
-from mlaunch.base.frames import innermost_users, is_import, is_ours, is_prompt, is_ranks_own, module_of
+from mlaunch.base.frames import (
+    STATES,
+    innermost_users,
+    is_import,
+    is_ours,
+    is_prompt,
+    is_ranks_own,
+    is_whole_stack,
+    main_frames,
+    module_of,
+)
 from mlaunch.base.text import name_some_ranks
 from mlaunch.caller.report import notebook
 from mlaunch.protocol.messages import Phase, RankStacks
-from mlaunch.protocol.stack_dump import STATES, is_whole, main_frames
 
 _SHORTENED = 150  # characters of a consequence's message
 _CONSEQUENCES_SHOWN = 8
@@ -107,7 +116,7 @@ def doing_of(dump: RankStacks) -> str:
     if dump.phase not in _IN_USER_CODE:
         return in_phase(dump.phase.value, frames)
     # Or it ends, or raises through our frames.
-    begins = is_ranks_own(frames[-1][0]) if frames else is_whole(dump.text)
+    begins = is_ranks_own(frames[-1][0]) if frames else is_whole_stack(dump.text)
     if begins and users_place(frames) is None:
         return f"{dump.phase.value}, at its very beginning or end"
     if not frames:

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from mlaunch.agent.rank_process import RankProcess
 from mlaunch.agent.stack_requests import state_of
+from mlaunch.base.frames import STACKS_TIMEOUT, STATES, main_frames, stack_text
 from mlaunch.core.parts import AgentPart
 from mlaunch.insight.agent.activity import activity, asleep, children_of, file_of, resident
 from mlaunch.insight.wire import ALL_STACKS, PULSE, STACKS, WATCH, WHY
 from mlaunch.protocol.messages import Operations
-from mlaunch.protocol.stack_dump import STACKS_TIMEOUT, STATES, main_frames, text_of
 
 if TYPE_CHECKING:
     from mlaunch.agent.scene import Scene
@@ -90,7 +90,7 @@ class Inspector(AgentPart):
         elif word != PULSE:
             told = None if word == ALL_STACKS else self._entered.places.get(rank.rank)
             frames = main_frames(rank.stacks) if told is None else told
-            status["stacks"] = (rank.stacks if told is None else text_of(told)) if rank.alive else ""
+            status["stacks"] = (rank.stacks if told is None else stack_text(told)) if rank.alive else ""
             status["frames"] = frames if rank.alive else []
             entered = self._entered.told.get(rank.rank)
             status["entered"] = None if entered is None else dataclasses.asdict(entered)

@@ -9,12 +9,11 @@ import linecache
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mlaunch.base.frames import is_library, module_of
+from mlaunch.base.frames import STATES, is_library, main_frames, module_of
 from mlaunch.base.text import name_some_ranks, shown
 from mlaunch.caller.report.failure_text import in_phase, in_words, operation_of, users_place
 from mlaunch.insight.caller.wait_graph import RankView, WaitView, waited_for, why
 from mlaunch.protocol.messages import Operations, Phase, RankStacks
-from mlaunch.protocol.stack_dump import STATES, main_frames
 
 _HANDLES = "handling an exception"
 _FINALLY = "in a finally block"

@@ -22,7 +22,7 @@ from mlaunch.base.peer_process import (
     is_filtered,
     peer_process,
     pidfd_of_peer,
-    read,
+    read_proc,
     rights_lacking_to_peer,
 )
 from mlaunch.base.unfollowed import not_followed
@@ -274,12 +274,13 @@ def onlooker() -> str:
     It would not see a fork of another process.
     """
     with contextlib.suppress(OSError, ValueError):  # no /proc, or a process that is not shown
-        tracer = next((row.split()[1] for row in read("/proc/self/status").splitlines() if "TracerPid" in row), "0")
+        rows = read_proc("/proc/self/status").splitlines()
+        tracer = next((row.split()[1] for row in rows if "TracerPid" in row), "0")
         if tracer != "0":
-            return f"{read(f'/proc/{tracer}/comm').strip()} (pid {tracer})"
+            return f"{read_proc(f'/proc/{tracer}/comm').strip()} (pid {tracer})"
         pid = os.getppid()
         while pid > 1:
-            name, _, rest = read(f"/proc/{pid}/stat").partition("(")[2].rpartition(")")
+            name, _, rest = read_proc(f"/proc/{pid}/stat").partition("(")[2].rpartition(")")
             if name.partition("_")[0] in _NAMES:  # Debian's perf has the kernel's version behind its name
                 return f"{name} (pid {pid})"
             pid = int(rest.split()[_PARENT])
