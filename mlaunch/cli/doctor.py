@@ -48,9 +48,9 @@ def add_command(commands: Commands) -> None:
         "Exit status: 1 if there is a problem.",
     )
     form = doctor.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="one JSON list")
-    form.add_argument("--report", nargs="?", const="", metavar="FILE", help="a text for bug reports: versions, limits, "
-                      "variables, no secrets. FILE: what a failed call has printed, which is added")  # fmt: skip
+    form.add_argument("--json", action="store_true", help="print one JSON list")
+    form.add_argument("--report", nargs="?", const="", metavar="FILE", help="print a text for bug reports: "
+                      "versions, limits, variables, no secrets. FILE: what a failed call has printed, to be added")  # fmt: skip
     doctor.set_defaults(run=_doctor)
 
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 _EVERY = 1.0  # seconds
 _MOST_ROWS = 16  # of ranks that ps shows each by itself
-_WATCH = "a table on the terminal that is updated every second, or every SECONDS; Ctrl-C ends it"
-CALLER = "only launches that this process made, or a process that it started"
+_WATCH = "show a table that is updated every second, or every SECONDS, until Ctrl-C"
+CALLER = "only launches of process PID, or of a process that it started"
 
 # Fields for programs, with the values of an agent of another version that lacks them.
 _OF_LAUNCH: dict[str, Any] = {
@@ -40,10 +40,10 @@ _OF_RANK: dict[str, Any] = {"rank": 0, "pid": 0, "device": "-", "state": "", "ho
 
 def add_choice(command: argparse.ArgumentParser, default: str) -> None:
     """Add the arguments that choose launches; without them the command takes ``default``."""
-    what = f"as ps shows it, or its start (default: {default})"
+    what = f"the launch: its ID as ps shows it, or the beginning of that (default: {default})"
     command.add_argument("id", nargs="?", type=_id, metavar="ID", help=what)
     command.add_argument("--caller", type=pid, metavar="PID", help=CALLER)
-    command.add_argument("--json", action="store_true", help="for programs; docs/schema.json has the fields")
+    command.add_argument("--json", action="store_true", help="print JSON for programs; docs/schema.json has the fields")
 
 
 def _id(text: str) -> str:
@@ -125,9 +125,9 @@ def rank_data(told: Mapping[str, Any]) -> dict[str, Any]:
 
 _STOP = """\
 Stop a running launch. If its ranks call mlaunch.stopping(), or it has the option stop_on, they stop by themselves at a
-step that they agree on, within stop_grace, and its caller gets their values. Otherwise, and with --now, it ends as
+step that they agree on, within stop_grace, and its caller gets their values. Otherwise, or with --now, it ends as
 after a failure: ranks get SIGTERM, and SIGKILL after the grace period, and its caller gets a LaunchError that says so.
-The command returns when the ranks are gone, or, for ranks that stay, when their call is over.
+The command returns when the ranks are gone. If they stay for more calls, it returns when this call is over.
 """
 
 
@@ -135,7 +135,9 @@ def add_ps(commands: Commands) -> None:
     ps = commands.add_parser(
         "ps", help="list this user's running launches", description="List this user's running launches, newest first."
     )
-    ps.add_argument("--json", action="store_true", help="one JSON list, with the command line and directory of each")
+    ps.add_argument(
+        "--json", action="store_true", help="print one JSON list, with the command line and directory of each launch"
+    )
     ps.add_argument("--caller", type=pid, metavar="PID", help=CALLER)
     ps.add_argument("--watch", nargs="?", type=_period, const=_EVERY, metavar="SECONDS", help=_WATCH)
     ps.set_defaults(run=_ps)
@@ -143,8 +145,8 @@ def add_ps(commands: Commands) -> None:
 
 def add_stop(commands: Commands) -> None:
     stop = commands.add_parser("stop", help="end a running launch", description=_STOP)
-    add_choice(stop, "the one")
-    stop.add_argument("--now", action="store_true", help="end it at once, whatever its ranks do")
+    add_choice(stop, "the only one")
+    stop.add_argument("--now", action="store_true", help="end it at once, whatever its ranks are doing")
     stop.set_defaults(run=_stop)
 
 

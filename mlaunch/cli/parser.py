@@ -24,7 +24,8 @@ examples:
   mlaunch doctor           what this machine offers, and what would go wrong
   mlaunch doctor --report  the same with versions and limits, for a bug report
 
-exit status: 0; 1 for an error, which is printed; 2 for a wrong command line; for run see mlaunch run --help
+exit status: 0 if all went well; 1 after an error, which is printed; 2 for a wrong command line. See mlaunch run --help
+for that of mlaunch run.
 """
 
 
@@ -42,7 +43,7 @@ def mlaunch_parser(run: argparse.ArgumentParser | None = None) -> argparse.Argum
     parser.set_defaults(run=lambda _: parser.print_help())
     commands = parser.add_subparsers(metavar="COMMAND")
     parents = [] if run is None else [run]
-    about = "run a script once per device, as torchrun does" if load.is_there("run") else "is not there"
+    about = "run a script once per device, as torchrun does" if load.is_there("run") else "not installed"
     commands.add_parser("run", help=about, add_help=False, parents=parents)
     launch_commands.add_ps(commands)
     _add_commands_of("insight", commands)
@@ -60,7 +61,7 @@ def _add_commands_of(feature: str, commands: launch_commands.Commands) -> None:
         return
     for name, known in OF_FEATURES.items():
         if known == feature:
-            commands.add_parser(name, help="is not there")
+            commands.add_parser(name, help="not installed")
 
 
 def refuse_script(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> None:

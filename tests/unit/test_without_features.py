@@ -122,7 +122,7 @@ def test_the_command_is_there(without: tuple[str, Path]) -> None:
         others = [python(copy, "-m", "mlaunch", *words).stdout for words in (["ps"], ["doctor", "--json"], ["--help"])]
         assert all(others)
         listed = [command for command in COMMANDS[name] if " " not in command]
-        assert re.findall(r"^    (\S+) +is not there$", others[-1], re.MULTILINE) == listed
+        assert re.findall(r"^    (\S+) +not installed$", others[-1], re.MULTILINE) == listed
     if name == "run":
         return
     done = python(copy, "-m", "mlaunch", "run", "--help")

@@ -64,8 +64,8 @@ class Options:
         Flag(
             ("--nproc-per-node",),
             "N",
-            "ranks on this machine: a number, gpu, cpu, xpu or auto (a rank per device, per CPU without any); default: "
-            "1, or as many as --devices",
+            "ranks on this machine: a number, gpu, cpu, xpu or auto (one per device; without devices, one per CPU); "
+            "default: 1, or as many as --devices",
             SIZES,
             torchruns=True,
             apart=True,
@@ -140,8 +140,8 @@ class Options:
         Flag(
             ("--lease",),
             "N",
-            "wait for N devices (of --devices, or all) that no other launch with a lease has; a rank on each, unless "
-            "--nproc-per-node says otherwise",
+            "wait for N devices (of --devices, or of all) that no other launch with a lease has, and start a rank on "
+            "each, or as many as --nproc-per-node says",
             SIZES,
             apart=True,
             kind=int,
@@ -185,7 +185,7 @@ class Options:
         False,
         Switch(),
         "Allows more than 64 ranks where that is more than 8 for each CPU, which mostly is a typing error.",
-        Flag(("--oversubscribe",), "", "allow more than 64 ranks even if there are more than 8 for each CPU", SIZES),
+        Flag(("--oversubscribe",), "", "allow more than 8 ranks for each CPU when there are more than 64", SIZES),
     )
     timeout: float | timedelta | None = option(
         1800.0, Seconds(optional=True, delta=True), "Seconds for each collective, and for joining; or a timedelta."
@@ -411,7 +411,7 @@ class Options:
         None,
         SomeRanks(),
         "The ranks to trace. None: all.",
-        Flag(("--profile-ranks",), "I,J", "of which ranks (default: all)", OUTPUT),
+        Flag(("--profile-ranks",), "I,J", "trace these ranks (default: all)", OUTPUT),
     )
     keep: float | None = option(
         None,

@@ -41,7 +41,7 @@ examples:
                                                        lines with their rank in front, and in files
   mlaunch run --nproc-per-node 8 --dry-run train.py    what would be started
 
-Every flag of torchrun's may also be given as PET_NAME in the environment (PET_NPROC_PER_NODE=4), and with underscores.
+Each flag of torchrun's also works as a variable, PET_NPROC_PER_NODE=4, and with underscores, --nproc_per_node 4.
 
 exit status, of the first rank that failed:
   0      every rank ended with 0
@@ -50,14 +50,14 @@ exit status, of the first rank that failed:
   52     memory ran out
   75     the run stopped as it was asked to: start it again, and it continues
   93     it failed twice in the same way: do not start it again unchanged
-  124    its time was over
+  124    its time was up
   128+N  signal N ended a rank or this command (Ctrl-C: 130); 143 also for mlaunch stop
   N      a rank ended with exit code N
 """
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """A formatter that shows one spelling of each flag."""
+    """A formatter that shows one spelling of each flag, and breaks no line at a hyphen."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=34, width=110)
@@ -66,6 +66,11 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         shown = copy.copy(action)
         shown.option_strings = [name for name in action.option_strings if "_" not in name]
         return super()._format_action_invocation(shown)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        import textwrap  # as argparse does, only for help
+
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
 class Flags(argparse.ArgumentParser):
@@ -215,18 +220,21 @@ def _add_sizes(flags: Flags) -> None:
 def _add_meeting(flags: Flags) -> None:
     group = _group(flags, MEETING)
     flags.flag(group, "--rdzv-endpoint", default="", metavar="HOST:PORT", help="--master-addr and --master-port in one")
-    flags.flag(group, "--rdzv-backend", default="static", metavar="NAME", help="static or c10d: with c10d the machine "
-               "that has the endpoint's address is the first")  # fmt: skip
-    flags.flag(group, "--rdzv-id", default="none", metavar="ID", help="becomes TORCHELASTIC_RUN_ID")
+    flags.flag(group, "--rdzv-backend", default="static", metavar="NAME", help="how a machine gets its number: "
+               "static (default), by --node-rank; c10d: the machine at the endpoint's address is 0, and of two, the other "
+               "is 1; more need --node-rank")  # fmt: skip
+    flags.flag(
+        group, "--rdzv-id", default="none", metavar="ID", help="the name of the run: TORCHELASTIC_RUN_ID of the ranks"
+    )
     flags.switch(group, "--standalone", help="one machine, a free port; --rdzv-* and --master-* have no effect")
 
 
 def _add_what(flags: Flags) -> None:
     group = flags.add_argument_group("what is run")
-    flags.switch(group, "-m", "--module", help="a module, as python -m does")
-    flags.switch(group, "--no-python", help="a program that is not a Python script")
+    flags.switch(group, "-m", "--module", help="run a module, as python -m does")
+    flags.switch(group, "--no-python", help="run a program that is not a Python script")
     flags.switch(group, "--run-path", help="accepted, but has no effect")
-    flags.flag(group, "--role", default="default", help="becomes ROLE_NAME (default: default)")
+    flags.flag(group, "--role", default="default", help="ROLE_NAME of the ranks (default: default)")
     group.add_argument("--preload", metavar="A,B", help="modules to import once, before the ranks are forked")
     group.add_argument("--dry-run", action="store_true", help="print the plan: ranks, devices, addresses, environment")
 
@@ -252,12 +260,12 @@ def _add_ending(flags: Flags) -> None:
         "--monitor-interval",
         kind=float,
         metavar="SECONDS",
-        help="accepted, but has no effect: ends are noticed at once",
+        help="accepted, but has no effect: the end of a rank is noticed at once",
     )
     flags.flag(group, "--signals-to-handle", default=DEFAULT_SIGNALS, metavar="NAMES",
-               help=f"signals to pass on before ending (default: {DEFAULT_SIGNALS})")  # fmt: skip
-    group.add_argument("--error-file", "--error_file", metavar="FILE", help="if the run fails, write why for programs: "
-                       "JSON, see docs/schema.json")  # fmt: skip
+               help=f"signals to pass on to the ranks before ending (default: {DEFAULT_SIGNALS})")  # fmt: skip
+    group.add_argument("--error-file", "--error_file", metavar="FILE", help="if the run fails, write the reason to "
+               "FILE: JSON for programs, see docs/schema.json")  # fmt: skip
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
