@@ -57,7 +57,7 @@ def check_values(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
             name = getattr(function, "__qualname__", type(function).__qualname__)
             raise misuse(TypeError(
                 f"argument {which!r} of {name}() is a generator, which cannot be pickled: pass a list of its items, or "
-                f"make it in the function, which each rank runs"
+                f"create it in the function, which each rank runs"
             ))  # fmt: skip
 
 

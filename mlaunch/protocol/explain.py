@@ -7,6 +7,7 @@ import enum
 import inspect
 import io
 import pickle
+import re
 import socket
 import types
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from mlaunch.protocol.pickling import pickle_by_name
 
 _RUNNING = (types.GeneratorType, types.AsyncGeneratorType)
 _HERE_ALONE = (*_RUNNING, types.CoroutineType, io.IOBase, socket.socket)
+_REPEATED = r"cannot pickle (an open file|'?[\w.]+'? objects?)"
 _DEPTH = 12  # levels; no message stays readable beyond
 _WIDTH = 10_000  # children checked per level
 _PICKLERS = frozenset({"mlaunch", "cloudpickle", "pickle", "copyreg", "torch", "numpy"})  # whose frames tell nothing
@@ -243,15 +245,20 @@ def _rebuild(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, 
     return error
 
 
+def reason(error: Exception) -> str:
+    """Return pickle's own reason in brackets; "" if it only repeats what cannot be pickled."""
+    return "" if re.fullmatch(_REPEATED, str(error)) else f" ({type(error).__name__}: {error})"
+
+
 def instead_to_pass(culprit: object) -> str:
     """Return the end of a message about what to pass to ranks instead; "" if unknown."""
     if isinstance(culprit, _RUNNING):
-        return ": pass a list of its items, or make it in the function, which each rank runs"
+        return ": pass a list of its items, or create it in the function, which each rank runs"
     if isinstance(culprit, io.IOBase):
         return ": pass its path, and open it in the function, which each rank runs"
     if isinstance(culprit, types.CoroutineType):
         return ": pass what it returns"
-    return ": make it in the function, which each rank runs" if _is_of_one_process(culprit) else ""
+    return ": create it in the function, which each rank runs" if _is_of_one_process(culprit) else ""
 
 
 def instead_to_return(culprit: object) -> str:

@@ -224,7 +224,7 @@ class FunctionRank(Rank):
                 own_process.name_limit(error)
                 raise
             found, culprit = explain.culprit(value, "value")
-            text = f"{found} ({type(error).__name__}: {error}){explain.instead_to_return(culprit)}"
+            text = f"{found}{explain.reason(error)}{explain.instead_to_return(culprit)}"
             raise UnpicklableValueError(text) from error
 
     # Leaving

@@ -486,10 +486,10 @@ def test_an_argument_that_cannot_be_pickled(args: Any, kwargs: Any, message: str
 @pytest.mark.parametrize(
     ("argument", "advice"),
     [
-        (lambda: (x for x in ()), "a generator, which .*: pass a list of its items, or make it in the function"),
+        (lambda: (x for x in ()), "a generator, which .*: pass a list of its items, or create it in the function"),
         (functools.partial(open, __file__), "_io.TextIOWrapper, which .*: pass its path, and open it in the function"),
         (functools.partial(open, __file__, "rb"), "a _io.BufferedReader, which .*: pass its path"),
-        (threading.Lock, "a _thread.lock, which .*: make it in the function"),
+        (threading.Lock, "a _thread.lock, which .*: create it in the function"),
     ],
 )  # fmt: skip
 def test_errors_say_what_to_pass_instead(argument: Callable[[], Any], advice: str) -> None:

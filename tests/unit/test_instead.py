@@ -13,11 +13,11 @@ from mlaunch.protocol import explain
 @pytest.mark.parametrize(
     ("culprit", "passed", "returned"),
     [
-        ((x for x in ()), ": pass a list of its items, or make it in the function, which each rank runs",
+        ((x for x in ()), ": pass a list of its items, or create it in the function, which each rank runs",
          ": return a list of its items"),
         (io.BytesIO(), ": pass its path, and open it in the function, which each rank runs",
          ": return its path, or what it holds"),
-        (threading.Lock(), ": make it in the function, which each rank runs", ""),
+        (threading.Lock(), ": create it in the function, which each rank runs", ""),
         (object(), "", ""),
     ],
 )  # fmt: skip

@@ -280,7 +280,7 @@ FOUR = planning.Accelerator("cuda", "cuda", 4)
 def test_devices_that_this_machine_lacks_are_refused() -> None:
     if device.offered().accelerator is not None:
         pytest.skip("torch was built for an accelerator, so these are not errors here")
-    with pytest.raises(ValueError, match=r"device_type='cuda': torch .* has no such device; allowed: 'auto', 'cpu'"):
+    with pytest.raises(ValueError, match=r"device_type='cuda': torch .* is built for cpu only; allowed: 'auto', 'cpu'"):
         launcher(lambda: None, 1, device_type="cuda")()
     with pytest.raises(ValueError, match=r"backend='nccl': torch .* offers gloo"):
         launcher(lambda: None, 1, backend="nccl")()

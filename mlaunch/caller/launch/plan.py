@@ -169,7 +169,7 @@ def choose_type(device_type: str, ready: Ready) -> str:
         return offered[0] or "cpu"
     if device_type not in offered:
         raise ValueError(
-            f"device_type={device_type!r}: torch {ready.torch_version} has no such device; "
+            f"device_type={device_type!r}: torch {ready.torch_version} is built for {' and '.join(offered)} only; "
             f"allowed: {', '.join(repr(name) for name in ['auto', *offered])}"
         )
     return device_type

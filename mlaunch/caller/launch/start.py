@@ -144,7 +144,7 @@ def name_culprit(error: BaseException, call: Call | None, name: str) -> None:
 def unpicklable_call(call: Call, name: str, error: Exception) -> Exception:
     """Return the TypeError that says which part of a call cannot be pickled."""
     found, culprit = _culprit(call, name)
-    return misuse(TypeError(f"{found} cannot be pickled ({error}){explain.instead_to_pass(culprit)}"))
+    return misuse(TypeError(f"{found} cannot be pickled{explain.reason(error)}{explain.instead_to_pass(culprit)}"))
 
 
 def _culprit(call: Call, name: str) -> tuple[str, object]:

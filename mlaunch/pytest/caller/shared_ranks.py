@@ -386,4 +386,4 @@ class RankPool:
 
 def only_devices_lack(error: ValueError, shape: Shape) -> bool:
     """True if this machine has too few devices for a shape, or none of the kind."""
-    return shape.device_type != "cpu" and ("visible here" in str(error) or "no such device" in str(error))
+    return shape.device_type != "cpu" and ("visible here" in str(error) or "is built for" in str(error))
