@@ -41,7 +41,7 @@ examples:
                                                        lines with their rank in front, and in files
   mlaunch run --nproc-per-node 8 --dry-run train.py    what would be started
 
-Each flag of torchrun's also works as a variable, PET_NPROC_PER_NODE=4, and with underscores, --nproc_per_node 4.
+Each flag of torchrun's also works with underscores, and as a variable: PET_NPROC_PER_NODE=4.
 
 exit status, of the first rank that failed:
   0      every rank ended with 0
@@ -221,8 +221,8 @@ def _add_meeting(flags: Flags) -> None:
     group = _group(flags, MEETING)
     flags.flag(group, "--rdzv-endpoint", default="", metavar="HOST:PORT", help="--master-addr and --master-port in one")
     flags.flag(group, "--rdzv-backend", default="static", metavar="NAME", help="how a machine gets its number: static "
-               "(default), by --node-rank; c10d: the machine at the endpoint's address is 0, and of two, the other is 1; "
-               "more need --node-rank")  # fmt: skip
+               "(default), by --node-rank; c10d: the machine at the endpoint's address is 0, and of two, the other is "
+               "1; more need --node-rank")  # fmt: skip
     flags.flag(
         group, "--rdzv-id", default="none", metavar="ID", help="the name of the run: TORCHELASTIC_RUN_ID of the ranks"
     )
