@@ -241,7 +241,7 @@ def test_reports_of_a_run_that_is_over_take_a_tenth() -> None:
 
 def test_sources_of_the_latest_cells_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linecache, "cache", {})
-    monkeypatch.setattr(by_value, "_known", {})
+    monkeypatch.setattr(by_value, "_sources", {})
     for number in range(by_value._MOST_SOURCES):
         by_value.take_source((f"<cell {number}>", f"x = {number}"))
     by_value.take_source(("<cell 0>", "x = 0"))  # it ran again
