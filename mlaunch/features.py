@@ -132,7 +132,7 @@ FEATURES = (
         ("debug",),
         _wants_debugger,
         hooks=("rank.part", "agent.welcome", "caller.adapt", "caller.handle", "rank.at_breakpoint"),
-        runs=("rank/debugged_rank.py", "rank/ide.py"),
+        runs=("rank/__init__.py", "rank/ide.py"),
     ),  # last: it surrounds only the function
 )
 OPTIONS = frozenset(name for feature in FEATURES for name in feature.options)

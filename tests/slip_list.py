@@ -549,7 +549,7 @@ SLIPS = (
     Slip(
         "caller",
         "stall_under_a_debugger",
-        "debug/caller/debugged_call.py",
+        "debug/caller/__init__.py",
         '{"timeout": None, "deadline": deadline, "stall": stall, "progress": False}',
         '{"timeout": None, "deadline": deadline, "progress": False}',
         ("unit/test_limits.py",),
@@ -633,7 +633,7 @@ SLIPS = (
     Slip(
         "debug",
         "visitor_killed_while_the_rank_runs",
-        "debug/rank/debugged_rank.py",
+        "debug/rank/__init__.py",
         '        if (visit := sys.modules.get("mlaunch.debug.rank.visit")) is not None:\n            visit.end()\n',
         "",
         ("contract/test_attaching.py::test_a_visitor_who_is_killed_after_c_leaves_all_as_before",),
@@ -742,7 +742,7 @@ SLIPS = (
         "pytest",
         "lines_of_a_test_that_is_ended",
         "pytest/rank/run_test.py",
-        "            rank_coverage.save()\n            raise\n",
+        "            save_coverage()\n            raise\n",
         "            raise\n",
         ("contract/test_rank_tests.py::test_lines_of_a_test_that_its_deadline_ends_count",),
         "the hook of a feature in another feature's except",

@@ -44,7 +44,7 @@ class DebugTerms:
 
     Attributes:
         way: PROMPT: each rank has a prompt where the call was made; "debugpy", "debugpy:0,2": these wait for an IDE;
-            JSON: the address of an IDE that debugs the caller, as ``caller/debugged_call.py`` writes it.
+            JSON: the address of an IDE that debugs the caller, as ``caller/__init__.py`` writes it.
     """
 
     way: str

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mlaunch.base.exceptions import report_of
-from mlaunch.pytest.caller.mark import CI_COMMAND, NAME, PROPERTIES, SIZE, WANTED, parametrize, take_in
+from mlaunch.pytest.caller.mark import CI_COMMAND, NAME, PROPERTIES, SIZE, WANTED, parametrize, read_mark
 
 RUNNER = "mlaunch-ranks"
 _IN_SOURCE = b"mark.ranks"  # of a file whose tests are likely to have it
@@ -26,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--ranks-deadline", type=float, metavar="SECONDS", help="limit for each test on ranks")
     parser.addini("ranks_deadline", "limit for each test on ranks, in seconds", default="120")
     parser.addini("ranks_memory", "MiB by which ranks may grow before new ones replace them", default="1024")
-    parser.addini("ranks_reserve", "start ranks ahead that replace those which a test loses", type="bool", default=True)
+    parser.addini("ranks_reserve", "start ranks ahead that replace those that a test loses", type="bool", default=True)
     parser.addini("ranks_early", "start the fork server while tests are collected", type="bool", default=True)
 
 
@@ -40,15 +40,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> None:
-    """Start the fork server before a file with the mark imports torch, so that both import it at the same time."""
+    """Start the fork server before pytest imports a file with the mark: both then import torch at the same time."""
     config = parent.config
     if not config.getini("ranks_early") or _is_controller(config) or config.getoption("collectonly"):
         return
-    # A guess from the text: to know would take the import that is to run at the same time.
+    # A guess from the text: only the import could tell, and that is to run at the same time.
     if _IN_SOURCE in module_path.read_bytes():
-        from mlaunch.pytest.caller.early_server import start
+        from mlaunch.pytest.caller.new_ranks import start_server
 
-        start()
+        start_server()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -64,25 +64,25 @@ def _size(request: pytest.FixtureRequest) -> int:
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Read the mark, and register a marked test with the rest of the plugin."""
-    _take_in(item)
+    _register(item)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Read the marks that hooks of conftest.py have added, before pytest selects by marks."""
     for item in items:
-        _take_in(item)
+        _register(item)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Read the marks of hooks that come last."""
     for item in session.items:
-        _take_in(item)
+        _register(item)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test on its ranks, if it has the mark by now: one of its fixtures may have added it."""
-    _take_in(pyfuncitem)
+    """Run a test on its ranks if it has the mark. Read the mark again: one of its fixtures may have added it."""
+    _register(pyfuncitem)
     if pyfuncitem.stash.get(WANTED, None) is None:
         return None
     runner: Any = pyfuncitem.config.pluginmanager.get_plugin(RUNNER)
@@ -94,7 +94,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Note why a launch has failed that was made by a test without the mark."""
+    """Note why a launch failed that a test without the mark has made."""
     if call.when == "setup":  # the test may run for the second time
         item.user_properties[:] = [one for one in item.user_properties if not one[0].startswith(PROPERTIES)]
     report = yield
@@ -113,8 +113,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             terminalreporter.write_line(command)
 
 
-def _take_in(item: pytest.Item) -> None:
-    if not take_in(item):
+def _register(item: pytest.Item) -> None:
+    if not read_mark(item):
         return
     runner: Any = item.config.pluginmanager.get_plugin(RUNNER)
     if runner is None:
@@ -123,7 +123,7 @@ def _take_in(item: pytest.Item) -> None:
         # Only now: a suite without the mark does not import torch.
         runner = Runner(item.config)
         item.config.pluginmanager.register(runner, RUNNER)
-    runner.take_in(item)
+    runner.prepare(item)
 
 
 def _is_controller(config: pytest.Config) -> bool:

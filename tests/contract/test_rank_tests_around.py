@@ -78,14 +78,14 @@ def test_what_is_told_beside_the_outcome(found: tuple[Mapping[str, Any], str]) -
 
 
 def test_examples_are_the_same_on_all_ranks(found: tuple[Mapping[str, Any], str]) -> None:
-    """A failure of all ranks is made smaller; of one that fails on one rank the example is told; the seed is told."""
+    """A failure of all ranks is shrunk; of one that fails on one rank the example is told; the seed is told."""
     if len(_PLUGINS) < 2:
         pytest.skip("needs hypothesis")
     reports, _ = found
     told = {name: reports[name]["text"] + str(reports[name]["sections"]) for name in around_suite.WITH_EXAMPLES}
     assert "x=10," in told["test_examples_fail"] or "x=10\n" in told["test_examples_fail"]
     assert re.search(
-        r"Falsifying example: test_example_fails_here\(x=\d+\), not made smaller", told["test_example_fails_here"]
+        r"Falsifying example: test_example_fails_here\(x=\d+\), not shrunk", told["test_example_fails_here"]
     )
     assert re.search(r"--hypothesis-seed=\d+ draws these examples again", told["test_examples_fail"])
 

@@ -9,11 +9,8 @@ import types
 import pytest
 
 from mlaunch.base.exceptions import LaunchError, misuse
-from mlaunch.cells.caller.cell_calls import CellJob
-from mlaunch.cells.caller.cell_result import CellResult
-from mlaunch.cells.caller.cell_source import cell_source
-from mlaunch.cells.kernel.cell_errors import shown_in_cell, traceback_lines
-from mlaunch.cells.kernel.job_area import JobArea
+from mlaunch.cells.caller import CellJob, CellResult, cell_source
+from mlaunch.cells.kernel.cell_output import JobArea, shown_in_cell, traceback_lines
 from mlaunch.cells.kernel.magic_words import CellWords, LineWords, WordError, cell_words, line_words
 from mlaunch.cells.rank.run_cell import PlainShell
 from mlaunch.cells.wire import Bundle, CellAnswer, NamesOfRank

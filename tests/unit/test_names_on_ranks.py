@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from mlaunch.cells.caller.cell_calls import CellJob
+from mlaunch.cells.caller import CellJob
 from mlaunch.cells.kernel.cell_completion import NoNames, RankNames, WordAtCursor, first_target, what_is_wanted
-from mlaunch.cells.rank import names_for_completion, run_cell
-from mlaunch.cells.rank.names_for_completion import find_names
+from mlaunch.cells.rank import cell_names, run_cell
+from mlaunch.cells.rank.cell_names import find_names
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def strange_classes() -> tuple[type, type[dict[str, Any]]]:
 def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The namespace of a rank's cells."""
     made = types.ModuleType("__main__")
-    monkeypatch.setattr(names_for_completion, "main", made)
+    monkeypatch.setattr(cell_names, "main", made)
     return vars(made)
 
 

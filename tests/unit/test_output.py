@@ -22,8 +22,7 @@ from mlaunch.caller.output.live import LiveLines, StartingLine
 from mlaunch.caller.output.merging import WINDOW, Merger
 from mlaunch.caller.output.output_plan import OutputPlan, Policy
 from mlaunch.caller.output.relay import Relay
-from mlaunch.display import wire
-from mlaunch.display.caller import published
+from mlaunch.display import caller, wire
 from mlaunch.display.caller.areas import Area
 from mlaunch.display.caller.launch_lines import loop_line
 from mlaunch.protocol.board import Board, Loop
@@ -242,9 +241,9 @@ def test_where_all_output_was_cleared_who_draws_begins_anew() -> None:
 
     cell, clear = Cell(), (wire.line_of({"clear": True}) or b"").strip()
     drawing = cell.lines(0.0)
-    published.show(clear)
+    caller.show(clear)
     drawing.draw(["line"], 1.0)
-    published.show(clear)
+    caller.show(clear)
     assert cell.shown == []
     drawing.close([])
 

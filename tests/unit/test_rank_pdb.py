@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from mlaunch.debug.rank.rank_pdb import RankPdb
-from mlaunch.debug.rank.talk import Talk
+from mlaunch.debug.rank.rank_pdb import RankPdb, Talk
 from mlaunch.debug.wire import Onward, PromptAsks, PromptLeft, PromptLine, PromptSays
 from mlaunch.protocol.channel import Channel
 from tests.conftest import ROOT

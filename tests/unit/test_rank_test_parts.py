@@ -18,14 +18,13 @@ from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.server.warm import warm_server
 from mlaunch.leases.caller import requests
 from mlaunch.leases.caller.acquisition import Wish
-from mlaunch.pytest.caller import early_server, rank_fixtures, runner, xdist_workers
-from mlaunch.pytest.caller.beginning import coverage_plan
-from mlaunch.pytest.caller.debugged_tests import Debugging
+from mlaunch.pytest import wire
+from mlaunch.pytest.caller import new_ranks, rank_fixtures, runner, xdist_workers
 from mlaunch.pytest.caller.judgement import is_out_of_step, judge
 from mlaunch.pytest.caller.mark import Shape
-from mlaunch.pytest.rank import isolation, per_rank_fixtures, rank_coverage, unittest_cases
-from mlaunch.pytest.wire import rank_barrier
-from mlaunch.pytest.wire.rank_tests import Beginning, Definition, Findings, RankTest, Surroundings, Verdict
+from mlaunch.pytest.caller.runner import Debugging
+from mlaunch.pytest.rank import fixtures_of_rank, isolation, run_test, unittest_cases
+from mlaunch.pytest.wire import Beginning, Definition, Findings, RankTest, Surroundings, Verdict
 from tests.conftest import TORCH
 
 NO_PLACE: Any = None  # where it is not asked
@@ -53,24 +52,24 @@ def test_ranks_skip_together_or_not_at_all() -> None:
 
 
 def test_verdicts_come_through_the_log_once() -> None:
-    board, log = rank_barrier.new_files(2)
+    board, log = wire.new_barrier_files(2)
     for rank in (1, 0):
-        rank_barrier.write(log, rank, Verdict("failed", reason=str(rank)))
-    assert {rank: verdict.reason for rank, verdict in rank_barrier.take(log).items()} == {0: "0", 1: "1"}
-    assert rank_barrier.take(log) == {}
+        wire.write_verdict(log, rank, Verdict("failed", reason=str(rank)))
+    assert {rank: verdict.reason for rank, verdict in wire.take_verdicts(log).items()} == {0: "0", 1: "1"}
+    assert wire.take_verdicts(log) == {}
     os.close(board)
     os.close(log)
 
 
 def test_a_rank_that_has_gone_on_has_failed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has looked sooner than the other one, who then finds it in the next part."""
-    board, log = rank_barrier.new_files(2)
+    board, log = wire.new_barrier_files(2)
     files = [f"/proc/self/fd/{fd}" for fd in (board, log)]
     beginning = Beginning("", "", None, {}, {}, {}, (), *files, 2, None, colored=False)
     ranks = []
     for rank in (0, 1):
-        monkeypatch.setattr(rank_barrier.this_rank, "this_rank", types.SimpleNamespace(rank=rank))
-        ranks.append(rank_barrier.RankBarrier(beginning))
+        monkeypatch.setattr(wire.this_rank, "this_rank", types.SimpleNamespace(rank=rank))
+        ranks.append(wire.RankBarrier(beginning))
     for one in ranks:
         one.leave_part(1, 1)
         one.leave_part(1, 2, 7)
@@ -89,7 +88,7 @@ def test_a_rank_that_has_gone_on_has_failed_all_the_same(monkeypatch: pytest.Mon
 @pytest.mark.skipif(not TORCH, reason="a fork server imports torch")
 def test_a_fork_server_that_is_there_stays() -> None:
     server, preload = warm_server.get(os.environ), warm_server.preload
-    early_server.start()
+    new_ranks.start_server()
     assert warm_server.get(os.environ) is server
     assert warm_server.preload == preload
 
@@ -132,9 +131,9 @@ def test_nothing_is_recorded_where_pytest_records_nothing(monkeypatch: pytest.Mo
         current = staticmethod(lambda: None)
 
     monkeypatch.setitem(sys.modules, "coverage", types.SimpleNamespace(Coverage=Coverage))
-    assert coverage_plan(request.config) is None
-    rank_coverage.enter("a test")
-    rank_coverage.save()
+    assert new_ranks.coverage_plan(request.config) is None
+    run_test.enter_context("a test")
+    run_test.save_coverage()
 
 
 def test_a_method_raises_what_was_wrong_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,12 +247,12 @@ def test_loggers_apart_from_the_root_are_heard(pytestconfig: pytest.Config) -> N
     apart.propagate = replaced.propagate = False
     before = list(logging.root.handlers)
     try:
-        with per_rank_fixtures.PerRankFixtures(test, pytestconfig, NO_PLACE) as made:
+        with fixtures_of_rank.PerRankFixtures(test, pytestconfig, NO_PLACE) as made:
             caplog = made.make()["caplog"]
             logging.getLogger("below").warning("one")
             apart.warning("two")
             replaced.handlers = []
-            assert caplog.messages == (["one", "two"] if per_rank_fixtures._HAS_ALL_LOGGERS else ["one"])
+            assert caplog.messages == (["one", "two"] if fixtures_of_rank._HAS_ALL_LOGGERS else ["one"])
             assert "WARNING  below:test_rank_test_parts.py:" in made.logged
         assert not [one for one in (*apart.handlers, *replaced.handlers) if one is caplog.handler]
         assert logging.root.handlers == before

@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 
 from mlaunch.caller.output.output_plan import Policy
-from mlaunch.display import caller, wire
-from mlaunch.display.caller import published
-from mlaunch.display.rank import rich_display
+from mlaunch.display import caller, rank, wire
 from mlaunch.display.wire import STREAM, LineCutter
 from mlaunch.protocol.board import Board
 from tests.unit.test_output import Pipes, plan
@@ -38,7 +36,7 @@ def test_lines_are_cut_and_one_that_was_interrupted_spoils_no_other() -> None:
     assert content is not None
     assert content[1] == {"data": {"text/html": 1}}
     assert wire.read(whole[:20].strip()) is None
-    assert published.publish(whole[:20].strip()) == ""
+    assert caller.publish(whole[:20].strip()) == ""
 
 
 def test_more_than_the_limit_is_neither_sent_nor_held(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,10 +109,10 @@ def test_a_display_stands_between_the_lines(
 
 def test_a_display_that_the_notebook_does_not_take_is_printed(publisher: Publisher) -> None:
     sent = wire.line_of({"data": {"text/html": "broken", "text/plain": "<HTML>"}})
-    assert published.publish((sent or b"").strip()) == "<HTML>\n"
+    assert caller.publish((sent or b"").strip()) == "<HTML>\n"
     sent = wire.line_of({"clear": True})
-    assert published.publish((sent or b"").strip()) == ""
-    assert published.clears((sent or b"").strip())
+    assert caller.publish((sent or b"").strip()) == ""
+    assert caller.clears((sent or b"").strip())
     assert publisher.told == [True]
 
 
@@ -128,11 +126,11 @@ def functions(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, int]]:
     os.set_blocking(reader, False)
     names = {name: None for name in ("display", "publish_display_data", "clear_output")}
     module = types.SimpleNamespace(**names, DisplayHandle=lambda number: ("handle", number))
-    monkeypatch.setitem(sys.modules, rich_display.FUNCTIONS, module)  # type: ignore[arg-type]
-    monkeypatch.setattr(rich_display, "_COPIES", ())
+    monkeypatch.setitem(sys.modules, rank.FUNCTIONS, module)  # type: ignore[arg-type]
+    monkeypatch.setattr(rank, "_COPIES", ())
     monkeypatch.setattr(builtins, "display", None, raising=False)
     monkeypatch.setattr(IPython, "get_ipython", lambda: None)
-    rich_display.install(writer)
+    rank.install(writer)
     aside = module.clear_output.__self__._pipe.fd
     yield module, reader
     for fd in {reader, writer, aside}:
@@ -188,7 +186,7 @@ def test_a_display_that_is_too_large_is_told(functions: tuple[Any, int], monkeyp
 def test_a_rank_that_is_not_heard_prints(functions: tuple[Any, int], capsys: pytest.CaptureFixture[str]) -> None:
     """Rank 1, a worker of rank 0, and where other code has closed the descriptor."""
     module, _ = functions
-    rich_display.install(-1)
+    rank.install(-1)
     kind, number = module.display(Table(), display_id=True)
     module.clear_output()
     assert (kind, capsys.readouterr().out) == ("handle", "a table\n")

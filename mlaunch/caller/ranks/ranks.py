@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from mlaunch.caller.options.option_types import AllOptions
-    from mlaunch.cells.caller.cell_calls import Cells
-    from mlaunch.cells.caller.cell_result import CellResult
+    from mlaunch.cells.caller import CellResult, Cells
 
 
 class Ranks:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlaunch.base.log import log
-from mlaunch.cells.caller.cell_calls import CellJob
+from mlaunch.cells.caller import CellJob
 from mlaunch.cells.kernel.magic_words import WordError, cell_words, flags_after, verb_of
 
 _LINE = re.compile(r"\s*(?:\w+\s*=\s*)?%ranks(\s.*)")
@@ -134,7 +134,7 @@ def _answer(names: Sequence[str], fragment: str, *, but: Collection[str] = ()) -
 
 
 def install(shell: Any, names: RankNames) -> Callable[[], None]:
-    """Add a matcher to IPython's completer; return what removes it."""
+    """Add a matcher to IPython's completer; return a function that removes it."""
     try:
         from IPython.core.completer import context_matcher
     except ImportError:  # before 8.6, whose completer does not tell a matcher the cell

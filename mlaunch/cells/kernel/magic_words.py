@@ -24,7 +24,7 @@ _OF_CELLS = ("targets", "deadline", "rich", "bg")
 
 
 class WordError(ValueError):
-    """The words are nothing that the magic can do."""
+    """The magic cannot do what the words ask for."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class CellWords:
 
 
 def line_words(line: str) -> LineWords:
-    """Parse what is behind ``%ranks``. WordError says what is wrong."""
+    """Parse the words behind ``%ranks``. WordError: what is wrong with them."""
     words = _split(line)
     verbs = [word[2:] for word in words if word[:2] == "--" and word[2:] in {*_WITH_NAMES, *_ALONE, "restart"}]
     if len(verbs) > 1:
@@ -70,7 +70,7 @@ def line_words(line: str) -> LineWords:
 
 
 def cell_words(line: str) -> CellWords:
-    """Parse what is behind ``%%ranks``. WordError says what is wrong."""
+    """Parse the words behind ``%%ranks``. WordError: what is wrong with them."""
     given: dict[str, Any] = {}
     words = _split(line)
     if words == ["--auto"]:

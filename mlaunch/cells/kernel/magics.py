@@ -11,12 +11,9 @@ from IPython.core.error import UsageError
 from mlaunch.base.text import in_bytes, name_ranks, ranges
 from mlaunch.caller.output.harmless import harmless
 from mlaunch.caller.ranks.ranks import Ranks, check
-from mlaunch.cells.caller.cell_calls import CellJob
-from mlaunch.cells.caller.cell_result import CellResult
-from mlaunch.cells.caller.cell_source import CellSource, cell_source
+from mlaunch.cells.caller import CellJob, CellResult, CellSource, cell_source
 from mlaunch.cells.kernel.cell_completion import RankNames, install
-from mlaunch.cells.kernel.cell_errors import show_syntax_errors, shown_in_cell
-from mlaunch.cells.kernel.job_area import JobArea
+from mlaunch.cells.kernel.cell_output import JobArea, show_syntax_errors, shown_in_cell
 from mlaunch.cells.kernel.magic_words import CellWords, LineWords, WordError, cell_words, line_words
 from mlaunch.cells.wire import NamesOfRank
 
@@ -71,7 +68,7 @@ class CellRanks:
             self.automatic.paused = False
 
     def uninstall(self) -> None:
-        """Remove from the shell what was installed there."""
+        """Undo the changes of the shell."""
         for take_out in self._installed:
             take_out()
 
@@ -212,7 +209,7 @@ def unload(shell: Any) -> None:
 
 
 class Automatic:
-    """Called with the lines of each cell. ``on``: cells go to the ranks; ``paused``: a magic of mlaunch runs."""
+    """A transformer of each cell's lines. ``on``: cells go to the ranks; ``paused``: a magic of mlaunch runs."""
 
     def __init__(self) -> None:
         self.on = False
@@ -224,7 +221,7 @@ class Automatic:
         return ["%%ranks --auto\n", *lines] if self.takes(lines) and not self.paused else list(lines)
 
     def takes(self, lines: Sequence[str]) -> bool:
-        """True if a cell goes to the ranks though it does not say so."""
+        """True if a cell without a magic goes to the ranks."""
         return self.on and any(line.strip() for line in lines) and not any(map(_MAGIC.match, lines))
 
 

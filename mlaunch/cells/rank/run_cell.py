@@ -27,7 +27,7 @@ _RICH = {"_repr_html_": "text/html", "_repr_svg_": "image/svg+xml", "_repr_markd
 def run_cell(
     source: str, file: str, place: tuple[int, int], targets: Sequence[int] | None, rich: bool
 ) -> CellAnswer | None:
-    """Run a cell; None on ranks that are not its targets.
+    """Run a cell here; return None on ranks that are not its targets.
 
     Args:
         source: Its text.
@@ -72,7 +72,7 @@ def rank() -> int:
 @functools.cache
 @uninterrupted
 def shell() -> PlainShell | CellShell:
-    """Return what runs cells here: IPython's shell, if it is installed."""
+    """Return the shell that runs cells here: IPython's, if it is installed."""
     try:
         from mlaunch.cells.rank.shell import open_shell
     except ModuleNotFoundError as error:
@@ -96,6 +96,12 @@ def main_of_cells() -> Iterator[types.ModuleType]:
     finally:
         if before is not None:
             sys.modules["__main__"] = before
+
+
+def open_shell_early() -> None:
+    """Open the shell, before the first cell."""
+    with main_of_cells():
+        shell()
 
 
 def _in_short(answer: CellAnswer) -> CellAnswer:

@@ -26,7 +26,7 @@ _END = 0  # no signal has this number
 
 
 class WithdrawnError(Exception):
-    """The question is void: nobody waits for its answer any more."""
+    """The question is withdrawn: nobody waits for its answer any more."""
 
 
 def check_place() -> None:
@@ -168,6 +168,6 @@ class _OpenQuestion:
 
 
 def _prepare_lines() -> None:
-    """Have ``input`` edit lines and keep a history, if it reads a terminal."""
+    """Give ``input`` line editing and a history, if it reads a terminal."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - input uses it once it is imported

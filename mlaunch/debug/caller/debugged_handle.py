@@ -1,4 +1,4 @@
-"""A launch whose caller debugs: between its steps, the user says what ranks that have stopped do next."""
+"""A launch whose caller debugs: between its steps, it asks the user what stopped ranks do next."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WHO = -1  # the number of this question; the watch for stalls uses others
 
 
 class DebuggedHandle(LaunchHandle):
-    """Driven only by ``wait``, in the main thread."""
+    """A launch that asks the user at prompts. Only ``wait`` drives it, in the main thread."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -168,7 +168,7 @@ class Prompts:
 class StoppedRanks:
     """The ranks of one launch whose debuggers talk with this process.
 
-    ``write`` shows a text; ``ask_who`` asks what all ranks do, for ``who``.
+    ``write`` prints a text; ``ask_who`` asks the agent what all ranks do, for the command ``who``.
     """
 
     def __init__(self, name: str, write: Callable[[str], None], ask_who: Callable[[], object]) -> None:
@@ -231,13 +231,13 @@ class StoppedRanks:
 
 
 def question() -> bytes:
-    """Return the word that asks what ranks do, as ``mlaunch why`` does; their states if it is missing."""
+    """Return the request for what ranks do, that of ``mlaunch why``; for their states if that feature is missing."""
     found = load.at_hand("insight", "wire")
     return STATUS if found is None else bytes(found.WHY)
 
 
 def view_of(rank: Mapping[str, Any]) -> Any:
-    """Return what a rank does, as ``mlaunch why`` shows it; only its state if that feature is missing."""
+    """Return a view of what a rank does, as ``mlaunch why`` shows it; of its state if that feature is missing."""
     try:
         from mlaunch.insight.caller import why_text
     except ModuleNotFoundError:

@@ -1,9 +1,14 @@
-"""Python's own debugger in a rank: without mlaunch's frames, and with words for several ranks and the launch's end."""
+"""pdb in a rank: without mlaunch's frames, and with commands for several ranks and for the end of the launch.
+
+Its lines come from the caller's terminal, and go there. Threads of a rank take turns: a thread has the turn from its
+prompt until the rank continues.
+"""
 
 from __future__ import annotations
 
 import builtins
 import contextlib
+import io
 import linecache
 import os
 import pdb
@@ -11,16 +16,110 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mlaunch.base.frames import innermost_users, is_bottom, is_ours
-from mlaunch.debug.rank.talk import Talk
-from mlaunch.debug.wire import Onward
+from mlaunch.debug.wire import Onward, PromptAsks, PromptLeft, PromptLine, PromptSays
 from mlaunch.rank import remote_error
 from mlaunch.rank.setup import group
 
 if TYPE_CHECKING:
-    from mlaunch.debug.wire import RanksEnd
+    from mlaunch.debug.wire import PromptHears, PromptTells, RanksEnd
+
+
+_AT_ONCE = 8000  # characters in a record
+
+
+class Talk(io.TextIOBase):
+    """The file that a debugger in a rank reads and writes. ``rank``: its number, for prompts."""
+
+    def __init__(self, channel: RanksEnd, rank: int) -> None:
+        self._channel = channel
+        self._rank = rank
+        self._turn = threading.RLock()
+        self._begun = ""  # of a line
+        self._place = ""
+        self._depth = 0  # of turns that one thread has taken inside each other
+        self.how = Onward.RUNS  # after this turn
+
+    @property
+    def prompt(self) -> str:
+        """The prompt, with the rank and the thread that the command is for."""
+        thread = threading.current_thread()
+        of_thread = "" if thread is threading.main_thread() else f", thread {thread.name}"
+        return f"(Pdb, rank {self._rank}{of_thread}) "
+
+    @contextlib.contextmanager
+    def turn(self, place: str) -> Iterator[None]:
+        """Keep other threads from talking; tell the caller at the end how the rank continues."""
+        with self._turn:
+            before, self._place = self._place, place
+            self._depth += 1
+            self.how = Onward.RUNS
+            try:
+                yield
+            finally:
+                self._depth -= 1
+                self._place = before
+                # A prompt may open another one (a breakpoint in what it evaluates); the rank continues after the
+                # outermost.
+                if not self._depth:
+                    self._leave(place)
+
+    def write(self, text: str) -> int:
+        """Send lines once they are whole."""
+        lines, end, self._begun = (self._begun + text).rpartition("\n")
+        whole = lines + end
+        # A record is one packet of a socket, whose size the kernel limits.
+        for start in range(0, len(whole), _AT_ONCE):
+            self._send(PromptSays(whole[start : start + _AT_ONCE]))
+        return len(text)
+
+    def readline(self, _size: int | None = -1) -> str:  # type: ignore[override]  # text, not bytes
+        """Ask for a line, with the last unfinished line as its prompt. Return "" if no more come."""
+        with contextlib.suppress(Exception):  # what a user's stream raises
+            # So that what the function has printed before comes above the prompt.
+            sys.stdout.flush()
+        prompt, self._begun = self._begun, ""
+        self._send(PromptAsks(prompt[-_AT_ONCE:], self._place))
+        text = self._receive().text
+        return "" if text is None else f"{text}\n"
+
+    def ask(self, prompt: object = "", /) -> str:
+        """Do what ``input`` does for user code. EOFError if no more lines come."""
+        with self.turn(""):
+            self.write(f"[{self._rank}] {prompt}")
+            line = self.readline()
+        if not line:
+            raise EOFError("no more lines come from the terminal")
+        return line[:-1]
+
+    def _leave(self, place: str) -> None:
+        if self._begun:
+            self.write("\n")
+        self._send(PromptLeft(self.how, place))
+        # Not even a user's finally may run: it may enter a collective alone.
+        if self.how is Onward.QUITS:
+            self._wait_for_end()
+
+    def _send(self, record: PromptTells) -> None:
+        self._channel.try_send(record)
+
+    def _receive(self) -> PromptHears:
+        try:
+            return self._channel.receive()[0]
+        except EOFError:
+            return self._lose()
+
+    def _lose(self) -> PromptLine:
+        """End this process: the caller is gone or has closed the channel, and the agent is about to end it anyway."""
+        os._exit(1)
+
+    def _wait_for_end(self) -> NoReturn:
+        """Run no more user code until the agent ends this process."""
+        while True:
+            self._receive()
+
 
 _Stack = list[tuple[FrameType, int]]
 _STEPS = {"next", "n", "step", "s", "until", "unt", "return", "r", "jump", "j", "continue", "cont", "c"}
@@ -54,7 +153,7 @@ class RankPdb(pdb.Pdb):
             super().interaction(frame, *trace)
 
     def get_stack(self, f: FrameType | None, t: TracebackType | None) -> tuple[_Stack, int]:
-        """Return the frames of the user and of libraries, and the present one's index: after a failure the user's."""
+        """Return the frames but mlaunch's, and the index of the present one: after a failure the user's innermost."""
         stack, index = super().get_stack(f, t)
         files = [frame.f_code.co_filename for frame, _ in stack]
         # Not in mlaunch's own frames above the bottom (a collective of mlaunch.comm), but at the user's line.
@@ -132,7 +231,7 @@ class RankPdb(pdb.Pdb):
             super().do_interact(arg)
 
     def help_all(self) -> None:
-        """Print the words that the caller obeys."""
+        """Print the commands for several ranks, which the caller obeys."""
         self.message(_SEVERAL)
 
     def do_EOF(self, arg: str) -> bool:

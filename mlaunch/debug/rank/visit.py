@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.frames import is_bottom, is_library, is_ours
 from mlaunch.debug.rank.breakpoints import BreakpointHook
-from mlaunch.debug.rank.rank_pdb import Debugger, RankPdb
-from mlaunch.debug.rank.talk import Talk
+from mlaunch.debug.rank.rank_pdb import Debugger, RankPdb, Talk
 from mlaunch.debug.wire import Onward, PromptLine
 from mlaunch.protocol.channel import Channel
 

@@ -37,7 +37,7 @@ class Area(LivePlace):
 
     @property
     def whole(self) -> Area:
-        """The place that this is a part of."""
+        """The shared place that this is a part of; itself if it is not shared."""
         return self
 
     def lines(self, start: float) -> DrawnLines:
@@ -55,7 +55,7 @@ class Area(LivePlace):
         raise NotImplementedError
 
     def forget(self) -> None:
-        """Start again: the drawing is gone."""
+        """Note that the drawing is gone: begin a new one."""
         raise NotImplementedError
 
 
@@ -138,14 +138,14 @@ class _Pauses:
         self._watchers: set[Terminal] = set()
 
     def watch(self, who: Terminal) -> None:
-        """Begin to count; but not outside of the main thread, or if the user has a handler."""
+        """Begin to count, unless this is not the main thread or the user has a handler."""
         self._watchers.add(who)
         with contextlib.suppress(ValueError):
             if signal.getsignal(signal.SIGCONT) == signal.SIG_DFL:
                 signal.signal(signal.SIGCONT, self._note)
 
     def leave(self, who: Terminal) -> None:
-        """Put the handler back after the last one."""
+        """Restore the handler once nobody watches."""
         self._watchers.discard(who)
         with contextlib.suppress(ValueError):
             if not self._watchers and signal.getsignal(signal.SIGCONT) == self._note:
@@ -178,7 +178,7 @@ class Terminal(Area):
         from rich.live import Live
         from rich.text import Text
 
-        self._look_at_pauses()
+        self._leave_old_drawing()
         if _is_in_background():
             return self._paper.take()
         drawn = Text(text, no_wrap=True, overflow="ellipsis")
@@ -192,14 +192,14 @@ class Terminal(Area):
         return self._paper.take()
 
     def hide(self) -> str:
-        self._look_at_pauses()
+        self._leave_old_drawing()
         if self._live is not None:
             self._live.stop()
         self._live = None
         return self._paper.take()
 
-    def _look_at_pauses(self) -> None:
-        """After a stop, leave the drawing: the shell has written below it."""
+    def _leave_old_drawing(self) -> None:
+        """After a stop, leave the drawing as it is: the shell has written below it."""
         if self._pauses == _pauses.count:
             return
         self._pauses = _pauses.count
@@ -222,7 +222,7 @@ class Terminal(Area):
 
 
 def _is_in_background() -> bool:
-    """True if the terminal is another job's: after ``&``, or Ctrl-Z and ``bg``, it shows a prompt."""
+    """True if another job has the terminal: after ``&``, or Ctrl-Z and ``bg``, it shows a prompt."""
     for fd in (2, 1):
         with contextlib.suppress(OSError):  # no terminal, or not that of this session
             return os.tcgetpgrp(fd) not in {0, os.getpgrp()}  # 0: in an outer namespace, as under unshare
@@ -277,7 +277,7 @@ def _is_a_log() -> bool:
 
 
 def is_piped(fd: int) -> bool:
-    """True if a program reads it, which may draw on the whole terminal, as ``less`` does."""
+    """True if a program reads this descriptor. It may draw on the whole terminal, as ``less`` does."""
     with contextlib.suppress(OSError):
         return stat.S_ISFIFO(os.fstat(fd).st_mode)
     return False

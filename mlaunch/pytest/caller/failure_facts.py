@@ -1,4 +1,4 @@
-"""Failures in ranks for programs: properties in JUnit's file, and what a CI service shows beside a line."""
+"""Failures in ranks for programs: properties in JUnit's file, and annotations of CI services beside lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from mlaunch.core import load
 from mlaunch.protocol.failures import kind_of_raised
 from mlaunch.pytest.caller.mark import CI_COMMAND, PROPERTIES
-from mlaunch.pytest.wire.rank_tests import Verdict
+from mlaunch.pytest.wire import Verdict
 
 _LIKE_OURS = "pytest_github_actions_annotate_failures"  # a plugin that does this for all tests
 Places = Sequence[tuple[str, int]]  # files and lines of the user's, the innermost call first
@@ -50,7 +50,7 @@ def of_launch(failure: Mapping[str, Any], message: str = "") -> FailureFacts:
 
 
 def note(item: pytest.Item, report: pytest.TestReport, facts: FailureFacts | None) -> None:
-    """Note the facts of a failure in a report, and for later reports of the test."""
+    """Add the facts of a failure to a report, and to later reports of the test."""
     if not report.failed or facts is None:
         return
     place = facts.places[0] if facts.places else None
@@ -67,7 +67,7 @@ def note(item: pytest.Item, report: pytest.TestReport, facts: FailureFacts | Non
 
 
 def note_size(item: pytest.Item, report: pytest.TestReport, size: int) -> None:
-    """Note on how many ranks a test runs."""
+    """Add to a report on how many ranks the test runs."""
     _record(item, report, {"ranks": size})
 
 

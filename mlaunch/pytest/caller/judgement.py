@@ -24,11 +24,11 @@ from _pytest.unittest import TestCaseFunction
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout
 from mlaunch.base.frames import mentions_bottom
 from mlaunch.base.text import name_ranks
+from mlaunch.pytest import wire
 from mlaunch.pytest.caller import failure_facts
 from mlaunch.pytest.caller.failure_facts import FailureFacts
 from mlaunch.pytest.rank.run_test import EndedAloneError
-from mlaunch.pytest.wire import rank_barrier
-from mlaunch.pytest.wire.rank_tests import Findings, Part, RankTest, Verdict
+from mlaunch.pytest.wire import Findings, Part, RankTest, Verdict
 from mlaunch.rank import in_step
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
@@ -51,9 +51,9 @@ class Judgement:
 
 
 def findings_of(error: Exception, report: LaunchError, test: RankTest, size: int, log: int, after: str) -> Findings:
-    """Return what is known of a test whose call has failed.
+    """Return the findings of a test whose call has failed.
 
-    ``report``: of the launch; ``after``: what happens next, for the report of the test.
+    ``report``: the launch's; ``after``: a line for the report of the test on what happens next.
     """
     found = {rank: value for rank, value in report.results.items() if isinstance(value, Verdict)}
     text = str(report).replace("run_test()", test.name)
@@ -61,7 +61,7 @@ def findings_of(error: Exception, report: LaunchError, test: RankTest, size: int
     told = text.partition("\nmeanwhile:\n")[2] if apart else text
     stacks = {rank: _of_the_test(stack) for rank, stack in report.stacks.items()}
     stacks = stacks if isinstance(error, LaunchTimeout) else {}
-    verdicts = {**found, **rank_barrier.take(log)}
+    verdicts = {**found, **wire.take_verdicts(log)}
     return Findings(size, verdicts, f"{textwrap.dedent(told)}\n{after}".strip(), report.as_dict(), apart, stacks)
 
 
@@ -95,9 +95,9 @@ def _failed(findings: Findings, text: str, facts: FailureFacts) -> Judgement:
 
 
 def is_out_of_step(findings: Findings) -> bool:
-    """True if ranks that are all done would not meet in the next test: they have not entered the same collectives.
+    """True if all ranks are done, but have not entered the same collectives: they would not meet in the next test.
 
-    Of a call that the launcher has ended, the launcher knows.
+    False for a call that the launcher has ended: it knows by itself.
     """
     verdicts = findings.verdicts
     if findings.told or len(verdicts) < findings.size:
@@ -130,7 +130,7 @@ def _cause(verdicts: dict[int, Verdict]) -> int:
 
 
 def _shown(verdict: Verdict) -> str:
-    """Return what is shown of a failure, without what differs between processes: addresses of objects."""
+    """Return the text of a failure without addresses of objects, which differ between processes."""
     return _ADDRESS.sub("0x", str(verdict.longrepr))
 
 
@@ -144,7 +144,7 @@ def _raised(verdict: Verdict) -> BaseException:
 
 
 def _sections(findings: Findings, cause: int | None) -> list[tuple[str, str]]:
-    """Return which rank did what, the failures that differ from the first, and stacks."""
+    """Return the sections of the report: outcomes by rank, failures that differ from the first, and stacks."""
     verdicts = findings.verdicts
     shown = set() if cause is None else {_shown(verdicts[cause])}
     found = [("ranks", _who(findings))] if findings.size > 1 and verdicts else []
@@ -192,7 +192,7 @@ def judgement_of(error: BaseException | None) -> Judgement | None:
 
 
 def show(report: pytest.TestReport, judgement: Judgement) -> None:
-    """Show what a rank has shown, in place of mlaunch's own lines."""
+    """Show a rank's traceback in place of that of mlaunch."""
     if judgement.longrepr is not None and not report.passed:
         report.longrepr = judgement.longrepr
     elif report.skipped and judgement.crash is not None and not hasattr(report, "wasxfail"):
@@ -201,7 +201,7 @@ def show(report: pytest.TestReport, judgement: Judgement) -> None:
 
 
 def _logged(findings: Findings) -> Iterable[tuple[str, str]]:
-    """Yield what ranks have logged: once, if it is the same on all."""
+    """Yield the logs of ranks as titled sections; one section if all ranks logged the same."""
     texts = {rank: verdict.logged for rank, verdict in sorted(findings.verdicts.items()) if verdict.logged}
     if len(texts) == findings.size and len(set(texts.values())) == 1:
         yield "log", next(iter(texts.values()))
@@ -210,7 +210,7 @@ def _logged(findings: Findings) -> Iterable[tuple[str, str]]:
 
 
 def warn_of(findings: Findings) -> None:
-    """Pass warnings of ranks on, equal ones once."""
+    """Issue the warnings of ranks here, equal ones once."""
     told = dict.fromkeys(warning for verdict in findings.verdicts.values() for warning in verdict.warnings)
     for text, pickled, file, line in told:
         # With the instance itself: to make one of its text calls a constructor that may want something else.
@@ -218,7 +218,7 @@ def warn_of(findings: Findings) -> None:
 
 
 def pass_on(item: pytest.Function, findings: Findings) -> None:
-    """Record properties, marks and logs of ranks; pass their warnings on, and warn of what a test has left there."""
+    """Record properties, marks and logs of ranks; issue their warnings, and warn of what a test has left there."""
     verdicts = findings.verdicts
     if verdicts:
         item.user_properties.extend(verdicts[min(verdicts)].properties)
@@ -232,7 +232,7 @@ def pass_on(item: pytest.Function, findings: Findings) -> None:
 
 
 def _left(found: Mapping[int, Sequence[str]]) -> Iterable[str]:
-    """Yield a sentence for each kind of thing that ranks have left, whatever their numbers (pids) are."""
+    """Yield a sentence for each kind of thing that ranks have left; numbers (pids) do not make kinds."""
     counts: dict[str, dict[int, int]] = {}
     for rank, left in found.items():
         for what in left:
@@ -264,7 +264,7 @@ def _warning(text: str, pickled: bytes | None) -> Warning:
 
 
 class Shown:
-    """A value in pytest's process that is shown as the rank has shown it."""
+    """A value of a rank, of which pytest's process has only the ``repr``."""
 
     def __init__(self, text: str) -> None:
         self._text = text

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 NAME = "ranks"
-SIZE = "_mlaunch_ranks"  # the fixture whose parameter is the size, where there are several
+SIZE = "_mlaunch_ranks"  # the fixture whose parameter is the size, if the mark has several
 _OPTIONS = {"n", "backend", "device_type", "deadline", "fresh", "numa", "numa_memory"}
 _LEVELS = (False, "group", True)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The properties of ranks: tests of one shape share them."""
+    """The properties of a set of ranks, which tests of one shape share."""
 
     size: int
     device_type: str
@@ -27,7 +27,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Wanted:
-    """The wishes of one test. ``deadline``: in seconds; None: that of all. ``fresh``: False, "group" or True."""
+    """The wishes of one test. ``deadline``: in seconds; None: as for all tests. ``fresh``: False, "group" or True."""
 
     shape: Shape
     deadline: float | None
@@ -52,10 +52,10 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(SIZE, sizes, indirect=True, ids=[f"ranks={size}" for size in sizes])
 
 
-def take_in(item: pytest.Item) -> bool:
-    """Note what a test wants, and add the mark with its size by name: ``-m "ranks(n=4)"`` selects by that.
+def read_mark(item: pytest.Item) -> bool:
+    """Note what a test wants of its ranks. True if that is new: hooks may add or change marks later.
 
-    Hooks may add or change marks later, so this may be called again. True if there is something new to run on ranks.
+    Add the mark once more, with its size by name, for ``-m "ranks(n=4)"``.
     """
     if item.get_closest_marker(NAME) is None:
         return False

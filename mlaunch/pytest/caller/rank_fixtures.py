@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pytest
 
 from mlaunch.pytest.caller.mark import ON_RANKS, POOL, Shape
-from mlaunch.pytest.rank.fixture_steps import Key, OnRank, rank_0s_value, registered
-from mlaunch.pytest.wire.rank_tests import Definition, FixtureStep, RankTest
+from mlaunch.pytest.rank.fixtures_of_rank import Key, OnRank, rank_0s_value, register
+from mlaunch.pytest.wire import Definition, FixtureStep, RankTest
 
 if TYPE_CHECKING:
     from mlaunch.pytest.caller.shared_ranks import SharedRanks
@@ -44,7 +44,7 @@ def rank_fixture(function: F | None = None, *, ranks: int | None = None, **optio
         return lambda found: rank_fixture(found, ranks=ranks, **options)
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         raise TypeError(f"rank_fixture {function.__name__!r} is async: write def, and asyncio.run() inside")
-    return pytest.fixture(**options)(_stand_in(function, registered(function), ranks))
+    return pytest.fixture(**options)(_stand_in(function, register(function), ranks))
 
 
 def _stand_in(function: Callable[..., Any], key: Key, size: int | None) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The rest of the plugin, in pytest's process: run a marked test on its ranks, and report what they have found.
+"""The rest of the plugin, in pytest's process: run a marked test on its ranks, and report the outcome.
 
 Setup, teardown, parameters, durations, xfail and reruns stay pytest's own: mlaunch only replaces the call of the
 function.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import sys
 import warnings
 from collections.abc import Generator, Iterator, Sequence
@@ -16,15 +17,25 @@ from typing import Any
 
 import pytest
 
-from mlaunch.base.exceptions import RanksLost
-from mlaunch.pytest.caller import failure_facts, hypothesis_seeds, sent_tests
-from mlaunch.pytest.caller.debugged_tests import Debugging
-from mlaunch.pytest.caller.judgement import is_out_of_step, judge, judgement_of, pass_on, raise_of, report_parts, show
+from mlaunch.base.exceptions import RanksLost, report_of
+from mlaunch.caller.launcher import launcher
+from mlaunch.pytest import wire
+from mlaunch.pytest.caller import failure_facts, new_ranks, sent_tests, xdist_workers
+from mlaunch.pytest.caller.judgement import (
+    findings_of,
+    is_out_of_step,
+    judge,
+    judgement_of,
+    pass_on,
+    raise_of,
+    report_parts,
+    show,
+)
 from mlaunch.pytest.caller.mark import NAME, POOL, WANTED, Shape, Wanted
 from mlaunch.pytest.caller.sent_tests import GivenAttributes
 from mlaunch.pytest.caller.shared_ranks import Placed, RankPool, SharedRanks, only_devices_lack
 from mlaunch.pytest.rank import run_test
-from mlaunch.pytest.wire.rank_tests import Examples, Findings, RankTest
+from mlaunch.pytest.wire import Examples, Findings, RankTest
 
 _TIMEOUTS = "pytest_timeout"  # a plugin
 _MANY = 10  # tests to come, for which ranks in reserve are worth their start
@@ -49,14 +60,14 @@ class Runner:
         self._debugging = Debugging(config)
         self._to_come = 0  # tests on ranks
 
-    def take_in(self, item: pytest.Item) -> None:
-        """Prepare for a test with the mark. pytest calls no hook to run a method of a TestCase: its own is replaced."""
+    def prepare(self, item: pytest.Item) -> None:
+        """Prepare for a test with the mark."""
         sent_tests.note_class(getattr(item, "cls", None))
-        if sent_tests.is_case(item):
+        if sent_tests.is_case(item):  # pytest has no hook that runs a method of a TestCase
             item.runtest = functools.partial(self.run, item)  # type: ignore[arg-type, method-assign]
 
     def run(self, pyfuncitem: pytest.Function) -> None:
-        """Run a test on its ranks, and raise what they have found. In place of ``pytest_pyfunc_call``."""
+        """Run a test on its ranks in place of ``pytest_pyfunc_call``; raise its failure or skip."""
         wanted = pyfuncitem.stash[WANTED]
         self._to_come -= 1
         with _timeouts_suspended(pyfuncitem):
@@ -66,7 +77,7 @@ class Runner:
         report_parts(pyfuncitem, findings)
         judgement = judge(findings)
         if (drawn := pyfuncitem.stash.get(_EXAMPLES, None)) is not None:
-            told = hypothesis_seeds.note(pyfuncitem, drawn, failed=judgement.error is not None)
+            told = sent_tests.keep_seed(pyfuncitem, drawn, failed=judgement.error is not None)
             judgement.sections = [*judgement.sections, *([("hypothesis", told)] if told else [])]
         raise_of(judgement)
 
@@ -84,7 +95,7 @@ class Runner:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Show what a rank has shown, in place of mlaunch's own lines, and note the facts for programs."""
+        """Show a rank's traceback in place of that of mlaunch, and note the facts for programs."""
         report = yield
         wanted = item.stash.get(WANTED, None)
         if wanted is not None and call.when == "setup":
@@ -97,7 +108,7 @@ class Runner:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, None, None]:
-        """Set up the fixtures of a test that are made on its ranks, once pytest has set up all others."""
+        """Set up the fixtures on the ranks, once pytest has set up all others."""
         yield
         wanted = item.stash.get(WANTED, None)
         if wanted is None or not isinstance(item, pytest.Function) or not (made := _placed(item)):
@@ -112,7 +123,7 @@ class Runner:
     def pytest_fixture_setup(
         self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
     ) -> Generator[None, Any, Any]:
-        """Note values that several tests use: they are sent once. Classes that ranks set up are not set up here."""
+        """Note values that several tests use, to send them once. Set up no class here that ranks set up."""
         if _is_set_up_on_ranks(request, fixturedef.argname):
             # Its own function would run setUpClass in pytest's process.
             object.__setattr__(fixturedef, "func", _nothing)
@@ -123,7 +134,7 @@ class Runner:
         return value
 
     def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
-        """Free a value on the ranks with its fixture."""
+        """Free the value of a fixture on the ranks."""
         self.pool.forget(fixturedef)
 
     def pytest_runtest_logfinish(self) -> None:
@@ -145,7 +156,7 @@ class Runner:
             self.pool.close()
 
     def pytest_sessionfinish(self) -> None:
-        """End ranks that were started though the loop saw no mark: a fixture gave it later."""
+        """End ranks that were started for a mark that a fixture has added."""
         self.pool.close()
 
     # The run of a test
@@ -171,7 +182,7 @@ class Runner:
         return findings
 
     def _place(self, item: pytest.Function, wanted: Wanted, made: Sequence[Placed]) -> SharedRanks:
-        """Return the ranks of a test, with the fixtures on them that are made there."""
+        """Return the ranks of a test; set up there the fixtures that are made there."""
         shared = item.stash.get(_RANKS, None)
         if shared is None or shared.gone or shared.is_out_of_step:
             item.stash[_RANKS] = shared = self._ranks(wanted)
@@ -183,7 +194,7 @@ class Runner:
         return shared
 
     def _for(self, shared: SharedRanks, item: pytest.Function, test: RankTest) -> RankTest:
-        """Return a test as these ranks get it, without the values that they have already."""
+        """Return a test as it is sent to these ranks, without the values that they have already."""
         self.pool.suspect(item)
         return dataclasses.replace(
             test,
@@ -254,7 +265,7 @@ class Runner:
 
 
 def _sent_test(item: pytest.Function, values: dict[str, Any], made: tuple[str, ...]) -> RankTest:
-    item.stash[_EXAMPLES] = drawn = hypothesis_seeds.examples_for(item)
+    item.stash[_EXAMPLES] = drawn = sent_tests.examples_for(item)
     return sent_tests.sent_test(item, values, made, drawn)
 
 
@@ -271,7 +282,7 @@ def _placed(item: pytest.Function) -> list[Placed]:
 
 
 def _nothing(request: pytest.FixtureRequest) -> None:
-    """Do nothing, in place of a fixture that is for the ranks."""
+    """Do nothing: the ranks set this class up."""
 
 
 def _history(ran: list[str]) -> str:
@@ -300,3 +311,88 @@ def _timeouts_suspended(item: pytest.Item) -> Iterator[None]:
     finally:
         if (found := settings(item)).timeout:
             hooks.pytest_timeout_set_timer(item=item, settings=found)
+
+
+# Under --pdb and --trace, each test on ranks is a launch of its own, whose ranks have a prompt here: pytest's own would
+# open in pytest's process, which does not run the test.
+
+_AFTER = "pytest's --pdb: each test has ranks of its own"
+_PROMPT = "pdbinvoke"  # pytest's plugin
+DEBUGGED = pytest.StashKey[bool]()  # True for a test whose ranks had a prompt
+
+
+class Debugging:
+    """Runs tests on ranks that are debugged. ``wanted``: True if this session debugs."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._traced = bool(config.getoption("trace"))
+        self.wanted = (self._traced or bool(config.getoption("usepdb"))) and self._somebody_is_there()
+        if self.wanted and (plugin := config.pluginmanager.get_plugin(_PROMPT)) is not None:
+            config.pluginmanager.unregister(plugin)
+            config.pluginmanager.register(_PromptElsewhere(plugin), _PROMPT)
+
+    def _somebody_is_there(self) -> bool:
+        with self._shown():
+            return sys.stdin.isatty() and sys.stdout.isatty()
+
+    def run(self, item: pytest.Item, shape: Shape, test: RankTest, deadline: float) -> Findings:
+        """Run a test; return what its ranks have found. ValueError: this machine does not have its devices."""
+        item.stash[DEBUGGED] = True
+        place = xdist_workers.WorkerDevices(shape, deadline)
+        board, log = wire.new_barrier_files(shape.size)
+        beginning = new_ranks.beginning_of(self._config, shape.size, board, log)
+        new_ranks.preload()
+        try:
+            with self._shown():
+                run = launcher(
+                    run_test.DebuggedTest(beginning, test, traced=self._traced),
+                    shape.size,
+                    devices=place.devices,
+                    device_type=shape.device_type,
+                    backend=shape.backend,
+                    numa=shape.numa,
+                    numa_memory=shape.numa_memory,
+                    deadline=deadline,
+                    progress=False,
+                    debug=True,
+                    env={**xdist_workers.share_of_cores(shape.size), **place.environ},
+                )
+                return Findings(shape.size, dict(enumerate(run())))
+        except Exception as error:
+            report = report_of(error)
+            if report is None:
+                raise
+            return findings_of(error, report, test, shape.size, log, _AFTER)
+        finally:
+            place.close()
+            os.close(board)
+            os.close(log)
+
+    @contextlib.contextmanager
+    def _shown(self) -> Iterator[None]:
+        """Take the terminal, as pytest's own prompt does: nothing is captured meanwhile."""
+        capturing: Any = self._config.pluginmanager.get_plugin("capturemanager")
+        terminal: Any = self._config.pluginmanager.get_plugin("terminalreporter")
+        if capturing is not None:
+            capturing.suspend(in_=True)
+        if terminal is not None:
+            terminal.ensure_newline()
+        try:
+            yield
+        finally:
+            if capturing is not None:
+                capturing.resume()
+
+
+class _PromptElsewhere:
+    """Replaces pytest's plugin that opens a prompt at a failure: it opens none after a prompt in a rank."""
+
+    def __init__(self, plugin: Any) -> None:
+        self._plugin = plugin
+        self.pytest_internalerror = plugin.pytest_internalerror
+
+    def pytest_exception_interact(self, node: Any, call: pytest.CallInfo[Any], report: Any) -> None:
+        """Open pytest's prompt, unless a rank had one."""
+        if call.when != "call" or not node.stash.get(DEBUGGED, False):
+            self._plugin.pytest_exception_interact(node, call, report)

@@ -1,11 +1,14 @@
-"""A test as its ranks get it: arguments, instance, class and marks, and where they find it."""
+"""A test as its ranks get it: arguments, instance, class, marks, where they find it, and hypothesis' seed."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import os
 import pickle
+import random
+import sys
 import unittest
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,9 +17,10 @@ from typing import Any
 import pytest
 
 from mlaunch.protocol import explain, payload
-from mlaunch.pytest.rank import per_rank_fixtures
-from mlaunch.pytest.rank.torch_cases import FILE, FOR_A_METHOD, bases_of
-from mlaunch.pytest.wire.rank_tests import ClassChanges, Definition, Examples, RankTest, RequestFacts, Surroundings
+from mlaunch.pytest.rank import fixtures_of_rank
+from mlaunch.pytest.rank.hypothesis_draws import SETTINGS
+from mlaunch.pytest.rank.unittest_cases import FILE, FOR_A_METHOD, bases_of
+from mlaunch.pytest.wire import ClassChanges, Definition, Examples, RankTest, RequestFacts, Surroundings
 
 _PYTESTS = ("_pytest", "pytest_mock")  # the packages whose fixtures belong to pytest's process
 _SENT = {"tmpdir", "testpath"}  # those of them that ranks get
@@ -58,13 +62,16 @@ def split(item: pytest.Function) -> tuple[dict[str, Any], tuple[str, ...]]:
         pytest.fail.Exception: One of them works only in pytest's process.
     """
     found = {name: item.funcargs[name] for name in item._fixtureinfo.argnames}
-    return split_values(found, "this test", per_rank_fixtures.NAMES)
+    return split_values(found, "this test", fixtures_of_rank.NAMES)
 
 
 def split_values(
     found: Mapping[str, Any], asker: str, on_ranks: Collection[str]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Do the same for the arguments of a test or fixture. ``on_ranks``: which of pytest's fixtures it has there."""
+    """Do the same for the arguments of a test or a rank_fixture.
+
+    ``asker``: "this test"; ``on_ranks``: those of pytest's fixtures that it has there.
+    """
     values, made = {}, []
     for name, value in found.items():
         if str(getattr(value, "__module__", "")).split(".")[0] not in _PYTESTS or name in _SENT:
@@ -74,14 +81,14 @@ def split_values(
         else:
             raise pytest.fail.Exception(
                 f"the fixture {name!r} works only in pytest's process, and {asker} runs on ranks; "
-                f"use it in a fixture of yours, and give the test what that returns",
+                f"use it in a fixture of your own, and give the test what that returns",
                 pytrace=False,
             )
     return values, tuple(made)
 
 
 def why_not_sent(test: RankTest, values: Mapping[str, Any]) -> str:
-    """Name the first argument of a test, or attribute of its instance, that cannot be pickled; "" if all can."""
+    """Return why the first argument, or attribute of the instance, cannot be sent; "" if all can."""
     found = (_argument_that_cannot(name, value) for name, value in values.items())
     if told := next(filter(None, found), ""):
         return told
@@ -101,7 +108,7 @@ def _argument_that_cannot(name: str, value: object) -> str:
 
 
 def _attribute_that_cannot(where: str, value: object) -> str:
-    """Say why an attribute cannot be sent, and what to do; "" if it can. ``where``: as in "self.lock"."""
+    """Return why an attribute cannot be sent, and what to do; "" if it can. ``where``: such as "self.lock"."""
     try:
         payload.check(value)
     except Exception as error:  # whatever a __reduce__ may raise
@@ -114,7 +121,7 @@ def _attribute_that_cannot(where: str, value: object) -> str:
 
 
 def facts_of(request: Any, marks: Sequence[pytest.Mark], *, of_test: bool) -> RequestFacts:
-    """Return what ranks get of the ``request`` of a test, or of one of its fixtures."""
+    """Return the facts of a ``request`` that ranks get: that of a test, or of one of its fixtures."""
     node = request.node
     callspec = getattr(node, "callspec", None) if of_test else None
     return RequestFacts(
@@ -173,7 +180,7 @@ def _conftests(manager: pytest.PytestPluginManager, directory: str) -> tuple[tup
 
 @functools.lru_cache(4)
 def _rewritten(names: frozenset[str]) -> tuple[str, ...]:
-    """Return which of the modules explain their assertions on ranks: all but installed plugins."""
+    """Return the modules that explain their assertions on ranks: all but installed plugins."""
     installed = {file.parts[0].removesuffix(".py") for file in _files_of_plugins()}
     return tuple(sorted(name for name in names if name.partition(".")[0] not in installed))
 
@@ -195,13 +202,13 @@ def is_case(item: pytest.Item) -> bool:
 
 
 def _state_of(item: pytest.Function) -> dict[str, Any] | None:
-    """Return what fixtures have set on the test's instance; None: it has none."""
+    """Return the attributes that fixtures have set on the test's instance; None if it has no instance."""
     if item.cls is None:
         return None
     given = dict(vars(item.instance))
     if not is_case(item):
         return given
-    # What each instance has by itself is unittest's own, and the rank's instance has it as well.
+    # Each instance has unittest's own attributes, also the rank's.
     return {name: given[name] for name in given.keys() - vars(item.cls(item.name)).keys()} | _file_for(item)
 
 
@@ -224,7 +231,7 @@ _at_first: dict[type, dict[str, Any]] = {}  # what classes had when pytest found
 
 
 def note_class(owner: type | None) -> None:
-    """Note what a test's class has before any fixture is set up."""
+    """Note the attributes of a test's class before any fixture is set up."""
     if owner is not None and owner not in _at_first:
         _at_first[owner] = dict(vars(owner))
 
@@ -236,7 +243,7 @@ class GivenAttributes:
         self._given: dict[type, dict[str, Any]] = {}
 
     def changes(self, owner: type | None) -> ClassChanges | None:
-        """Return what these ranks do not have yet; None if that is nothing."""
+        """Return the changes that these ranks do not have yet; None if there are none."""
         if owner is None:
             return None
         first, now = _at_first.get(owner, vars(owner)), vars(owner)
@@ -251,3 +258,50 @@ class GivenAttributes:
         said = {name: _attribute_that_cannot(f"{owner.__name__}.{name}", value) for name, value in new.items()}
         told = {name: words for name, words in said.items() if words}
         return ClassChanges({name: value for name, value in new.items() if name not in told}, gone, told)
+
+
+# Tests with hypothesis
+#
+# Hypothesis has a generator of its own, which the system seeds, and a database, to which each failure is written: ranks
+# would draw different examples, and a collective of one would meet another's. So pytest's process draws the seed, and
+# there is no database on ranks: the seed of a test that failed is kept, and draws the same examples in the next run.
+
+_SEED = pytest.StashKey[int]()  # of this session
+_CACHED = "mlaunch/hypothesis"  # seeds of tests that have failed, in pytest's cache
+
+
+def examples_for(item: pytest.Function) -> Examples | None:
+    """Return how the ranks of a test draw its examples; None if it has none."""
+    if "hypothesis" not in sys.modules or not getattr(item.obj, "is_hypothesis_test", False):
+        return None
+    from hypothesis import settings
+
+    own = settings(getattr(item.obj, SETTINGS, settings()), database=None, deadline=None)
+    pickled = None
+    with contextlib.suppress(Exception):  # the ranks then have what they find themselves
+        pickled = pickle.dumps(own)
+    return Examples(_seed_of(item), pickled)
+
+
+def _seed_of(item: pytest.Function) -> int | str:
+    config = item.config
+    given = config.getoption("hypothesis_seed", None)
+    if given is not None:
+        return int(given) if str(given).isdigit() else str(given)
+    failed = None if (cache := getattr(config, "cache", None)) is None else cache.get(_CACHED, {}).get(item.nodeid)
+    if failed is not None:
+        return int(failed)
+    return config.stash.setdefault(_SEED, random.SystemRandom().getrandbits(64))
+
+
+def keep_seed(item: pytest.Function, examples: Examples, *, failed: bool) -> str:
+    """Keep the seed of a test that failed for the next run. Return a line about it for the report; "" if it passed."""
+    cache = getattr(item.config, "cache", None)
+    if cache is not None:
+        seeds = dict(cache.get(_CACHED, {}))
+        if failed:
+            seeds[item.nodeid] = examples.seed
+        if failed or seeds.pop(item.nodeid, None) is not None:
+            cache.set(_CACHED, seeds)
+    again = " and the next run of this test" if cache is not None else ""
+    return f"--hypothesis-seed={examples.seed}{again} draws these examples again" if failed else ""

@@ -1,4 +1,4 @@
-"""The sets of ranks that tests share: one for each shape, for the session, as long as its ranks are in step."""
+"""The sets of ranks that tests share: one for each shape, until the session ends or its ranks are out of step."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ from mlaunch.caller.ranks.kept_call import RanksFuture
 from mlaunch.caller.ranks.ranks import Ranks
 from mlaunch.protocol import pickling
 from mlaunch.protocol.calls import Call
-from mlaunch.pytest.caller import early_server, xdist_workers
-from mlaunch.pytest.caller.beginning import beginning_of, coverage_plan
+from mlaunch.pytest import wire
+from mlaunch.pytest.caller import new_ranks, xdist_workers
 from mlaunch.pytest.caller.judgement import findings_of, is_out_of_step, judge, raise_of, warn_of
 from mlaunch.pytest.caller.mark import ON_RANKS, Shape
 from mlaunch.pytest.caller.sent_tests import GivenAttributes
 from mlaunch.pytest.rank import isolation, run_test
-from mlaunch.pytest.wire import rank_barrier
-from mlaunch.pytest.wire.rank_tests import Findings, RankTest, Surroundings, Verdict, light
+from mlaunch.pytest.wire import Findings, RankTest, Surroundings, Verdict, packed
 
 _numbers = itertools.count(1)  # of tests and of steps for fixtures
 _REMEMBERED = 20  # tests
@@ -52,16 +51,16 @@ class Placed(Protocol):
     """A fixture in pytest's process whose values are made on ranks."""
 
     def on(self, shared: SharedRanks) -> object:
-        """Return what is sent for the values on these ranks; make them there first if they are not there yet."""
+        """Return what to send in place of the values; make them on these ranks first if they are not there yet."""
 
     def end_on(self, shared: SharedRanks) -> None:
-        """Take them down there."""
+        """Tear the fixture down on these ranks."""
 
 
 class SharedRanks:
-    """One set of ranks, what it holds for tests, and which tests it has run.
+    """One set of ranks, the values that it holds for tests, and the tests that it has run.
 
-    ``like``: ranks that these will replace later; they get ready meanwhile.
+    ``like``: the ranks that these may replace later: import what their last test has imported; do not wait for it.
     """
 
     def __init__(
@@ -88,9 +87,9 @@ class SharedRanks:
         except BaseException:
             self._place.close()
             raise
-        self._board, self._log = rank_barrier.new_files(shape.size)
+        self._board, self._log = wire.new_barrier_files(shape.size)
         try:
-            beginning = beginning_of(config, shape.size, self._board, self._log)
+            beginning = new_ranks.beginning_of(config, shape.size, self._board, self._log)
             if like is None:
                 self.ranks.run(run_test.begin, beginning)
             else:
@@ -101,7 +100,7 @@ class SharedRanks:
             raise
 
     def _started(self) -> Ranks:
-        early_server.prepare()
+        new_ranks.preload()
         return Ranks(
             # Lost ranks are replaced here: new ones must begin with the configuration, and the test's report says so.
             restart=False,
@@ -123,7 +122,7 @@ class SharedRanks:
             self._loaded[file] = test
 
     def is_ready(self) -> bool:
-        """Wait for ranks that were started ahead. True if nothing has gone wrong."""
+        """Wait until ranks that were started ahead are ready. False if something went wrong."""
         try:
             for future in self._ready:
                 future.result()
@@ -133,7 +132,7 @@ class SharedRanks:
 
     @property
     def is_due(self) -> bool:
-        """True if another xdist worker is to have its devices."""
+        """True if it is time to give its devices to another xdist worker."""
         return self._place.are_due()
 
     @property
@@ -146,7 +145,7 @@ class SharedRanks:
         return next(_numbers)
 
     def run(self, test: RankTest, deadline: float) -> Findings:
-        """Run a test; return what its ranks have found, also if that is a failure.
+        """Run a test; return the findings of its ranks, also of a failure.
 
         Raises:
             TypeError: A value cannot be sent.
@@ -159,7 +158,7 @@ class SharedRanks:
         if deadline not in self._options:  # they are checked when they are made, which takes as long as a call
             self._options[deadline] = Options(deadline=deadline, progress=False)
         try:
-            values = self.ranks.call(self._options[deadline], Call(run_test.run_test, (light(test),), {})).result()
+            values = self.ranks.call(self._options[deadline], Call(run_test.run_test, (packed(test),), {})).result()
         except Exception as error:
             report = report_of(error)
             if report is None or isinstance(error, RanksLost):
@@ -176,7 +175,7 @@ class SharedRanks:
             self.ranks.run(run_test.load, bare)
 
     def run_step(self, step: RankTest) -> None:
-        """Set a fixture up on these ranks, or tear it down; raise what they have raised."""
+        """Set a fixture up on these ranks, or tear it down; raise what that raises there."""
         findings = self.run(step, self.deadline)
         warn_of(findings)
         self.is_out_of_step |= is_out_of_step(findings)
@@ -187,7 +186,7 @@ class SharedRanks:
         return findings_of(error, report, test, self.shape.size, self._log, after)
 
     def given(self, value: Any) -> Any:
-        """Return what is sent for a value: a handle if these ranks hold it, or the value."""
+        """Return what to send for a value: a handle if these ranks hold it, or the value."""
         if isinstance(value, Placed):
             return value.on(self)
         owner, known = self._values.found.get(id(value), (None, None))
@@ -208,7 +207,7 @@ class SharedRanks:
         return self.fixtures[key]
 
     def surroundings(self) -> Surroundings:
-        """Return what has changed in this process since the ranks began."""
+        """Return the changes in this process since the ranks began."""
         found = isolation.changed_variables(self._environ).items()
         changed = {os.fsdecode(name): None if value is None else os.fsdecode(value) for name, value in found}
         there, path = os.getcwd(), list(sys.path)
@@ -246,7 +245,7 @@ class SharedRanks:
                 ).result()
 
     def _end(self, fixture: Placed) -> None:
-        """Tear a fixture down that other ranks may still have: what it raises belongs to no test."""
+        """Tear down a fixture that other ranks may still have. What it raises belongs to no test, and is a warning."""
         if self.gone:
             return
         try:
@@ -254,7 +253,7 @@ class SharedRanks:
         except RanksLost:  # they have ended meanwhile
             return
         except (Exception, pytest.fail.Exception) as error:
-            told = f"the end of {fixture!r} raised {type(error).__name__}: {error}"
+            told = f"the teardown of {fixture!r} raised {type(error).__name__}: {error}"
             warnings.warn(pytest.PytestWarning(told), stacklevel=1)
 
 
@@ -275,7 +274,7 @@ class _Digest:
 
 
 def fingerprint(value: object) -> bytes:
-    """Return a hash that differs once a value has changed; b"" if the value cannot be pickled."""
+    """Return a hash of a value's pickle, to see whether it has changed; b"" if it cannot be pickled."""
     digest = _Digest()
     try:
         for buffer in pickling.pickle_by_value(digest, value).buffers:
@@ -290,7 +289,7 @@ def _same(value: Any) -> Any:
 
 
 class RankPool:
-    """The sets of a session; the one that was used last is at the end."""
+    """The sets of ranks of a session; the one that was used last is at the end."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -299,7 +298,7 @@ class RankPool:
         self._next: SharedRanks | None = None  # started ahead
 
     def of(self, shape: Shape) -> SharedRanks:
-        """Return the set of this shape; a new one if there is none or its ranks have ended. ValueError as of Ranks."""
+        """Return the set of this shape, a new one if none can be used. ValueError as ``Ranks`` raises it."""
         found = self.sets.get(shape)
         if found is not None and not (found.gone or found.is_out_of_step):
             self.sets[shape] = self.sets.pop(shape)
@@ -321,25 +320,25 @@ class RankPool:
         return None
 
     def start_ahead(self) -> None:
-        """Start ranks that will replace those used last if these are lost; do not wait for them.
+        """Start ranks that replace those used last if these are lost; do not wait for them.
 
         Only on CPUs, where nobody else needs what they hold.
         """
         if not (self._config.getini("ranks_reserve") and self.sets):
             return
         # Several workers have no cores to spare; and coverage would record the ranks in reserve, too.
-        if xdist_workers.count() > 1 or coverage_plan(self._config) is not None:
+        if xdist_workers.count() > 1 or new_ranks.coverage_plan(self._config) is not None:
             return
         like = list(self.sets.values())[-1]
         if self._next is not None and self._next.shape != like.shape:
             self._next.close()
             self._next = None
         if self._next is None and like.shape.device_type == "cpu":
-            with contextlib.suppress(LaunchError, OSError, ValueError):  # a limit; the test that needs them will say so
+            with contextlib.suppress(LaunchError, OSError, ValueError):  # a limit; the test that needs them reports it
                 self._next = SharedRanks(like.shape, self._config, self.wide, like)
 
     def suspect(self, item: pytest.Function) -> None:
-        """Note which values of wider scope other fixtures of a test ask for: these may change them."""
+        """Note the values of wider scope that other fixtures of a test ask for, and so may change."""
         for fixtures in item._fixtureinfo.name2fixturedefs.values():
             if getattr(fixtures[-1].func, ON_RANKS, False):
                 continue

@@ -1,4 +1,4 @@
-"""Sharing between workers of pytest-xdist: the machine's cores, and its accelerators, which they lease."""
+"""How workers of pytest-xdist share the machine's cores, and its accelerators, which they lease."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def count() -> int:
 
 
 def share_of_cores(size: int) -> dict[str, str]:
-    """Return variables that give each rank its share of the cores; none if there are no other workers."""
+    """Return the variables that give each rank its share of the cores; none without other workers."""
     if count() == 1 or _THREADS in os.environ:
         return {}
     return {_THREADS: str(device.threads_of(size * count()))}
 
 
 def warn_of_cores(shape: Shape) -> None:
-    """Warn if all workers together have more ranks than cores. One worker does it for all, as its ranks begin."""
+    """Warn if all workers together have more ranks than cores. Only the first worker warns, as its ranks begin."""
     cores, first = device.usable_cpus(), os.environ.get(_WORKER) == "gw0"
     if first and shape.device_type == "cpu" and count() * shape.size > cores:
         told = (
@@ -47,13 +47,13 @@ def warn_of_cores(shape: Shape) -> None:
 
 
 class WorkerDevices:
-    """The accelerators of one set of ranks, which no other worker has meanwhile; none for ranks on CPUs.
+    """The accelerators of one set of ranks, which no other worker uses meanwhile; none for ranks on CPUs.
 
     ``devices``: their numbers; ``environ``: the variables by which ranks know them.
     """
 
     def __init__(self, shape: Shape, patience: float) -> None:
-        """Wait for as many as a shape wants, for ``patience`` seconds.
+        """Wait up to ``patience`` seconds for as many devices as a shape needs.
 
         Raises:
             ValueError: This machine does not have so many.
@@ -76,7 +76,7 @@ class WorkerDevices:
         self._since = time.monotonic()
 
     def are_due(self) -> bool:
-        """True if another worker waits for them, and this one has had them for long enough."""
+        """True if another worker waits for these devices, and this one has had them for long enough."""
         if self._lease is None or time.monotonic() - self._since < _TERM:
             return False
         names = set(self._lease.names)

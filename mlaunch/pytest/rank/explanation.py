@@ -1,6 +1,7 @@
 """pytest's own explanations in a rank: rewritten assertions, differences of compared values, tracebacks.
 
-For these a rank makes a configuration like that of pytest's process, before it imports a test's module.
+For these a rank makes a configuration like that of pytest's process, before it imports a test's module. What a test
+or fixture raises becomes a verdict with them.
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ import contextlib
 import importlib
 import importlib.util
 import io
+import itertools
 import os
 import sys
+import time
+import traceback
 import types
 import unittest
 import warnings
@@ -22,7 +26,9 @@ import pytest
 from _pytest.config import create_terminal_writer
 from _pytest.unittest import TestCaseFunction
 
-from mlaunch.pytest.wire.rank_tests import Beginning, Definition
+from mlaunch.base.frames import is_library
+from mlaunch.protocol import explain
+from mlaunch.pytest.wire import Beginning, Definition, RankBarrier, Verdict
 
 _NO_PLUGINS = "PYTEST_DISABLE_PLUGIN_AUTOLOAD"
 _TERMINAL = "terminalreporter"  # pytest's name for it
@@ -55,7 +61,7 @@ class Explanation:
         self._rewritten = names
 
     def found(self, definition: Definition, path: str) -> Any:
-        """Return what the module of a definition has under a dotted name; the module itself for ""."""
+        """Return the object at a dotted path in the module of a definition; the module itself for ""."""
         for name, file in definition.conftests:
             self._take_conftest(name, file)
         found: Any = _module(definition.module, definition.file)
@@ -116,7 +122,7 @@ class RankTerminal:
 
 
 def _bind_comparisons(config: pytest.Config) -> None:
-    """Have pytest's own code bind assertions to the hook that explains comparisons, until the rank ends."""
+    """Have pytest's own code bind assertions to the hook that explains comparisons, for as long as the rank lives."""
     import _pytest.assertion
 
     around = _pytest.assertion.pytest_runtest_protocol(types.SimpleNamespace(config=config, ihook=config.hook))  # type: ignore[arg-type]
@@ -174,7 +180,7 @@ def _from_file(name: str, file: str) -> types.ModuleType:
     else:
         spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
-        raise ImportError(f"no module can be made of {file}", name=name)
+        raise ImportError(f"{file} cannot be imported as a module", name=name)
     module = importlib.util.module_from_spec(spec)
     # Before it is executed, as the import system does: it may import itself, and dataclasses look it up here.
     sys.modules[name] = module
@@ -184,3 +190,56 @@ def _from_file(name: str, file: str) -> types.ModuleType:
         sys.modules.pop(name, None)
         raise
     return module
+
+
+# Verdicts
+
+_KINDS: tuple[tuple[type[BaseException], str], ...] = (
+    (pytest.skip.Exception, "skipped"),
+    (unittest.SkipTest, "skipped"),
+    (pytest.xfail.Exception, "xfailed"),
+    (pytest.exit.Exception, "exit"),
+)
+_MOST_PLACES = 20  # also of a recursion without end
+
+
+class Place:
+    """Where a test or fixture is on this rank: its module, class, instance and function. ``number``: the test's."""
+
+    def __init__(self, number: int, barrier: RankBarrier, explanation: Explanation) -> None:
+        self.module: Any = None
+        self.owner: type | None = None
+        self.instance: Any = None
+        self.function: Any = None
+        self._number, self._barrier, self._explanation = number, barrier, explanation
+        self._left = 0  # parts
+
+    def describe(self, error: BaseException) -> Verdict:
+        """Return the verdict on a test that has raised this exception."""
+        kind = kind_of(error)
+        reason = str(getattr(error, "msg", None) or error)
+        longrepr, crash = self._explanation.of_error(error, self.function, self.owner)
+        if isinstance(error, unittest.SkipTest):
+            crash = None  # raised where unittest, or mlaunch for it, reports it
+        pickled = None if kind in {"skipped", "xfailed"} else explain.pickle_exception(error)
+        return Verdict(
+            kind, time.monotonic(), reason, None if kind == "skipped" else longrepr, pickled, crash, _places(error)
+        )
+
+    def leave_part(self, *, failed: bool) -> bool:
+        """Note that this rank has left a part of the test. False if it failed there and others are still in it."""
+        self._left += 1
+        self._barrier.leave_part(self._number, self._left)
+        return not failed or self._barrier.all_left_part(self._number, self._left)
+
+
+def kind_of(error: BaseException) -> str:
+    """Return the outcome that an exception means: skipped, xfailed, exit or failed."""
+    return next((word for exception, word in _KINDS if isinstance(error, exception)), "failed")
+
+
+def _places(error: BaseException) -> tuple[tuple[str, int], ...]:
+    """Return the frames of an exception that are in the user's files, the innermost first."""
+    found = [(step.f_code.co_filename, line) for step, line in traceback.walk_tb(error.__traceback__)]
+    theirs = (place for place in reversed(found) if not (is_library(place[0]) or place[0].startswith("<")))
+    return tuple(itertools.islice(theirs, _MOST_PLACES))

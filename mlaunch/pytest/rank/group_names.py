@@ -27,13 +27,13 @@ _over: list[
 
 
 def for_test(number: int) -> contextlib.AbstractContextManager[None]:
-    """Give a test its names, and destroy the groups of the last one. Ranks count their operations from here on."""
+    """Return a context in which a test has its own names. Destroy the groups of the last test; count from zero."""
     return _apart(f"test {number}", number * _SPACE)
 
 
 @contextlib.contextmanager
 def counted() -> Iterator[None]:
-    """Count this rank's operations from here on."""
+    """Count this rank's operations from zero."""
     in_step.begin_call(this_rank.call)
     yield
 

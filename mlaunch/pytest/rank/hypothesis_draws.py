@@ -1,4 +1,4 @@
-"""Tests with hypothesis: all ranks draw the same examples, and make a failing one smaller together or not at all."""
+"""Tests with hypothesis: all ranks draw the same examples, and shrink a failing one together or not at all."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from mlaunch.pytest.wire.rank_barrier import RankBarrier
-from mlaunch.pytest.wire.rank_tests import Examples
+from mlaunch.pytest.wire import Examples, RankBarrier
 
 SETTINGS = "_hypothesis_internal_use_settings"  # where hypothesis keeps the settings of a test's function
 _OUTCOMES = 2**31
@@ -31,7 +30,7 @@ class FailedApartError(BaseException):
 def drawn_alike(
     function: Callable[..., Any], examples: Examples | None, barrier: RankBarrier, number: int
 ) -> Iterator[None]:
-    """Have a test draw the same examples as on all ranks."""
+    """Have a test draw the same examples on all ranks."""
     function = getattr(function, "__func__", function)
     if examples is None:
         yield
@@ -59,7 +58,7 @@ def drawn_alike(
 
 
 def _in_step(test: Callable[..., Any], barrier: RankBarrier, number: int) -> Callable[..., Any]:
-    """Return the test of one example. It raises what hypothesis reacts to only if all ranks do."""
+    """Return the test of one example. It raises an error that hypothesis shrinks only if all ranks do."""
     from hypothesis.errors import HypothesisException, StopTest
 
     quietly = (HypothesisException, StopTest, KeyboardInterrupt, pytest.skip.Exception, pytest.exit.Exception)
@@ -97,5 +96,5 @@ def _kind_of(error: BaseException) -> int:
 
 def _note_example(error: BaseException, test: Callable[..., Any], values: dict[str, Any]) -> None:
     shown = ", ".join(f"{name}={value!r}" for name, value in values.items())
-    told = f"Falsifying example: {test.__name__}({shown}), not made smaller: it did not fail in this way on all ranks"
+    told = f"Falsifying example: {test.__name__}({shown}), not shrunk: it did not fail in this way on all ranks"
     error.__dict__["__notes__"] = [*getattr(error, "__notes__", []), told]

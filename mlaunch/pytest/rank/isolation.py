@@ -1,4 +1,4 @@
-"""Isolation of tests on ranks: changes of a test are put back, or reported."""
+"""Isolation of tests on ranks: what a test has changed is restored, or reported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import pytest
 
 from mlaunch.base import seeding
 from mlaunch.protocol import explain
-from mlaunch.pytest.wire.rank_tests import Surroundings
+from mlaunch.pytest.wire import Surroundings
 from mlaunch.rank.for_users import current_device
 
 _SEED = 0
@@ -34,7 +34,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGUSR1, signa
 
 @dataclass
 class Baseline:
-    """The surroundings that a rank began with, and what fixtures on ranks have changed in them."""
+    """The surroundings that a rank began with, including changes by fixtures on ranks."""
 
     variables: Mapping[bytes, bytes]
     directory: str
@@ -42,13 +42,13 @@ class Baseline:
 
     @staticmethod
     def of_now() -> Baseline:
-        """Return the present ones."""
+        """Return the present surroundings."""
         return Baseline(dict(os.environb), os.getcwd(), list(sys.path))
 
 
 @contextlib.contextmanager
 def surrounded(baseline: Baseline, changes: Surroundings) -> Iterator[None]:
-    """Take environment, directory and search path of pytest's process; afterwards put back what a test has changed."""
+    """Take environment, directory and search path from pytest's process; afterwards restore what a test has changed."""
     for name, value in changes.variables.items():
         if value is None:
             os.environ.pop(name, None)
@@ -66,7 +66,7 @@ def surrounded(baseline: Baseline, changes: Surroundings) -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept(baseline: Baseline, changes: Surroundings) -> Iterator[None]:
-    """Do the same for a fixture: what it changes stays for later tests, until it changes it back."""
+    """Do the same for a fixture. Its changes stay for later tests, until it reverts them."""
     with surrounded(baseline, changes):
         before = Baseline.of_now()
         try:
@@ -137,7 +137,7 @@ _queued: list[object] = []  # what torch will seed accelerators with once it use
 
 
 def _seed() -> None:
-    """Seed all generators alike. On CPUs, do not queue the seeds of accelerators again."""
+    """Seed all generators. On CPUs, do not queue the same seeds of accelerators again."""
     import torch
 
     tracker = getattr(torch.cuda, "_lazy_seed_tracker", None)
@@ -152,10 +152,10 @@ def _seed() -> None:
 
 
 class Watch:
-    """Puts back, at its end, what a test has changed; notes its warnings and what it leaves."""
+    """Restores, at its end, what a test has changed; notes its warnings, and threads and processes that it leaves."""
 
     def __init__(self, config: pytest.Config, marks: Sequence[pytest.Mark], *, keeps: bool = False) -> None:
-        """``keeps``: it is a fixture, whose changes its tests are to find."""
+        """``keeps``: restore nothing, for a fixture, whose changes are for its tests."""
         self._config, self._marks, self._keeps = config, marks, keeps
         self.left: tuple[str, ...] = ()
         self.warnings: tuple[tuple[str, bytes | None, str, int], ...] = ()

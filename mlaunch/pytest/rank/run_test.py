@@ -7,30 +7,22 @@ shares with pytest's process, and raises, so that the launcher ends the call on 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import inspect
+import os
 import pickle
 import sys
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from mlaunch.pytest.rank import (
-    fixture_steps,
-    group_names,
-    hypothesis_draws,
-    isolation,
-    per_rank_fixtures,
-    rank_coverage,
-    unittest_cases,
-)
-from mlaunch.pytest.rank.explanation import Explanation
-from mlaunch.pytest.rank.rank_place import Place, kind_of
-from mlaunch.pytest.wire.rank_barrier import RankBarrier
-from mlaunch.pytest.wire.rank_tests import Beginning, ClassChanges, Part, RankTest, Verdict
+from mlaunch.pytest.rank import fixtures_of_rank, group_names, hypothesis_draws, isolation, unittest_cases
+from mlaunch.pytest.rank.explanation import Explanation, Place, kind_of
+from mlaunch.pytest.wire import Beginning, ClassChanges, CoveragePlan, Part, RankBarrier, RankTest, Verdict
 from mlaunch.rank import in_step
 
 _here: list[tuple[RankBarrier, Explanation, isolation.Baseline]] = []  # of this rank, once it has begun
@@ -43,7 +35,7 @@ class EndedAloneError(RuntimeError):
 def begin(beginning: Beginning) -> None:
     """Prepare this rank for tests. Collective."""
     if beginning.coverage is not None:
-        rank_coverage.start(beginning.coverage, beginning.directory)
+        _start_coverage(beginning.coverage, beginning.directory)
     explanation = Explanation(beginning)
     _here[:] = [(RankBarrier(beginning), explanation, isolation.Baseline.of_now())]
 
@@ -82,7 +74,7 @@ def run_test(sent: RankTest | bytes) -> Verdict:
 def _verdict(test: RankTest, barrier: RankBarrier, explanation: Explanation, baseline: isolation.Baseline) -> Verdict:
     watch = isolation.Watch(explanation.config, test.marks, keeps=test.step is not None)
     place = Place(test.number, barrier, explanation)
-    made = per_rank_fixtures.PerRankFixtures(test, explanation.config, place)
+    made = fixtures_of_rank.PerRankFixtures(test, explanation.config, place)
     if test.step is None:
         surrounded, groups = isolation.surrounded(baseline, test.surroundings), group_names.for_test(test.number)
     else:  # what a fixture changes stays until its end
@@ -94,7 +86,7 @@ def _verdict(test: RankTest, barrier: RankBarrier, explanation: Explanation, bas
             _run(test, place, made, barrier)
             found = Verdict("passed")
         except KeyboardInterrupt:  # the call is ended; these ranks may be ended with it
-            rank_coverage.save()
+            save_coverage()
             raise
         except BaseException as raised:
             error = raised.error if isinstance(raised, hypothesis_draws.FailedApartError) else raised
@@ -106,14 +98,14 @@ def _verdict(test: RankTest, barrier: RankBarrier, explanation: Explanation, bas
     return _completed(found, watch, made)
 
 
-def _run(test: RankTest, place: Place, made: per_rank_fixtures.PerRankFixtures, barrier: RankBarrier) -> None:
+def _run(test: RankTest, place: Place, made: fixtures_of_rank.PerRankFixtures, barrier: RankBarrier) -> None:
     _set_attributes(place.owner, test.changes)
     if test.step is not None:
-        rank_coverage.enter(test.nodeid, test.step.ends)
-        fixture_steps.take(test, test.step, place, made.config)
+        enter_context(test.nodeid, test.step.ends)
+        fixtures_of_rank.run_step(test, test.step, place, made.config)
         return
     unittest_cases.begin_class(place.owner, test.number)
-    rank_coverage.enter(test.nodeid)
+    enter_context(test.nodeid)
     with hypothesis_draws.drawn_alike(place.function, test.examples, barrier, test.number):
         _call(_bound(place, test, made.parts), {**test.values, **made.make()})
 
@@ -122,7 +114,7 @@ def _find(place: Place, test: RankTest, explanation: Explanation) -> None:
     """Import what the test needs, and make the instance of its class like the one in pytest's process."""
     place.module = explanation.found(test.definition, "")
     if test.step is not None:
-        place.function = fixture_steps.function_here(test.step)
+        place.function = fixtures_of_rank.function_here(test.step)
         place.owner = explanation.found(test.definition, test.step.owner) if test.step.owner else None
         name = test.step.test
     else:
@@ -197,7 +189,7 @@ def _call(function: Callable[..., Any], values: dict[str, Any]) -> None:
         asyncio.run(result)
 
 
-def _completed(found: Verdict, watch: isolation.Watch, made: per_rank_fixtures.PerRankFixtures) -> Verdict:
+def _completed(found: Verdict, watch: isolation.Watch, made: fixtures_of_rank.PerRankFixtures) -> Verdict:
     """Return a verdict with what else was seen of the test."""
     seen = {
         "properties": tuple(made.properties),
@@ -248,3 +240,49 @@ def _put_back(owner: type, name: str, value: object) -> None:
         setattr(owner, name, value)
     elif name in vars(owner):
         delattr(owner, name)
+
+
+# coverage.py on ranks: each rank records into a file of its own beside that of pytest's process. pytest-cov combines
+# these files at the end, ``coverage combine`` on request.
+
+_recording: list[tuple[Any, bool]] = []  # of this rank: the recorder, and True if each test is a context
+
+
+def _start_coverage(plan: CoveragePlan, directory: str) -> None:
+    """Record the lines that run from here on, until this rank ends."""
+    import coverage
+
+    with _inside(directory):  # what relative names are relative to
+        recorder = coverage.Coverage(**plan.options)
+    recorder._warn_no_data = False  # these ranks may run tests of something else
+    recorder.start()
+    _recording[:] = [(recorder, plan.contexts)]
+    atexit.register(save_coverage)
+
+
+def enter_context(test: str, ends: bool | None = None) -> None:
+    """Record the lines that run from here on for this test, if each test is a context of coverage.py.
+
+    ``ends``: the setup (False) or teardown (True) of one of its fixtures; None: the test itself.
+    """
+    phase = "run" if ends is None else "teardown" if ends else "setup"
+    for recorder, contexts in _recording:
+        if contexts:
+            recorder.switch_context(f"{test}|{phase}")
+
+
+def save_coverage() -> None:
+    """Write what was recorded so far to the file."""
+    for recorder, _ in _recording:
+        recorder.save()
+
+
+@contextlib.contextmanager
+def _inside(directory: str) -> Iterator[None]:
+    before = os.getcwd()
+    with contextlib.suppress(OSError):
+        os.chdir(directory)
+    try:
+        yield
+    finally:
+        os.chdir(before)

@@ -1,24 +1,52 @@
-"""The beginning of new ranks: they get pytest's options and settings, and how to record coverage."""
+"""The start of new ranks: imports of the fork server, pytest's options and settings, and a plan for coverage."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from _pytest.config import default_plugins
 
-from mlaunch.pytest.wire.rank_tests import Beginning, CoveragePlan
+from mlaunch.caller.server.warm import warm_server
+from mlaunch.pytest.wire import Beginning, CoveragePlan
 
-# What asks for plugins, a debugger, or other processes.
+PRELOADED = (
+    "pytest",
+    "mlaunch.pytest.rank.run_test",
+    "mlaunch.pytest.caller.rank_fixtures",  # modules of tests import it
+    "mlaunch.comm.rank.exchange",
+    "mlaunch.comm.rank.local_group",
+)
+# For the configuration that each rank makes. These imports took more than half of a new rank's time.
+_PYTESTS = tuple(f"_pytest.{name}" for name in default_plugins)
+_SEEDED = "numpy.random"  # which is seeded before each test; numpy itself imports it late
+_RECORDER = "coverage"  # ranks import it if this process has imported it
+# Options that ask for plugins, a debugger, or other processes.
 _LEFT_OUT = {"plugins", "usepdb", "trace", "file_or_dir", "numprocesses", "dist", "tx", "inifilename", "rootdir"}
 _COVERAGE = ("source", "source_pkgs", "branch", "omit", "include", "concurrency", "timid")
 
 
+def preload() -> None:
+    """Have the fork server import what ranks of tests need, unless it runs already."""
+    if not warm_server.started:
+        numpy = (_SEEDED,) if importlib.util.find_spec("numpy") is not None else ()
+        wanted = (*PRELOADED, *_PYTESTS, *numpy, *((_RECORDER,) if _RECORDER in sys.modules else ()))
+        warm_server.preload = (*warm_server.preload, *(name for name in wanted if name not in warm_server.preload))
+
+
+def start_server() -> None:
+    """Start the fork server, with these imports; do not wait for it."""
+    preload()
+    warm_server.get(os.environ)
+
+
 def beginning_of(config: pytest.Config, size: int, board: int, log: int) -> Beginning:
-    """Return what new ranks get. ``board``, ``log``: descriptors of this process."""
+    """Return the first message to new ranks. ``board``, ``log``: descriptors of this process."""
     # By path: ranks are forks of another process, and have none of our descriptors.
     here = f"/proc/{os.getpid()}/fd"
     return Beginning(
@@ -50,10 +78,10 @@ def _flags(config: pytest.Config) -> dict[str, str]:
 
 
 def _settings(config: pytest.Config) -> dict[str, Any]:
-    """Return the plain values of the configuration file, and the defaults of what it does not have."""
+    """Return the plain settings: from the configuration file, or the defaults."""
     found = {}
     for name in getattr(config._parser, "_inidict", {}):
-        with contextlib.suppress(Exception):  # the file has it wrong, and nobody has asked for it
+        with contextlib.suppress(Exception):  # a wrong value of a setting that nobody reads
             if _is_plain(value := config.getini(name)):
                 found[name] = value
     return found
@@ -74,7 +102,7 @@ def _is_colored(config: pytest.Config) -> bool:
 
 
 def coverage_plan(config: pytest.Config) -> CoveragePlan | None:
-    """Return how ranks record the lines that run: as coverage.py does in this process. None if it does not."""
+    """Return how ranks record the lines that run, as coverage.py does here; None if it does not run here."""
     coverage: Any = sys.modules.get("coverage")
     current = coverage.Coverage.current() if coverage is not None else None
     if current is None:
@@ -84,7 +112,7 @@ def coverage_plan(config: pytest.Config) -> CoveragePlan | None:
         **{name: value for name, value in found.items() if value},
         "config_file": current.config.config_file or False,
         "data_file": os.path.abspath(current.config.data_file),
-        # Each process a file of its own, which pytest-cov combines; a shared one would be overwritten.
+        # A file for each process, which pytest-cov combines: they would overwrite a shared one.
         "data_suffix": True,
         "messages": False,
     }

@@ -1,12 +1,16 @@
-"""pytest's fixtures that are about their process: each rank has its own."""
+"""Fixtures on a rank: pytest's own that are about their process (``monkeypatch``, ``capsys``, ``request``, ...), and
+the values of ``rank_fixture``.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
@@ -15,9 +19,108 @@ import _pytest.logging
 import pytest
 from _pytest._io.saferepr import saferepr
 
-from mlaunch.pytest.rank.rank_place import Place
-from mlaunch.pytest.rank.rank_request import RankRequest
-from mlaunch.pytest.wire.rank_tests import Part, RankTest, RequestFacts
+from mlaunch.protocol import this_rank
+from mlaunch.pytest.rank import group_names
+from mlaunch.pytest.rank.explanation import Place
+from mlaunch.pytest.wire import FixtureStep, Part, RankTest, RequestFacts
+
+_WIDE = ("session", "package", "module")
+
+
+class NamesWhatIsMissing:
+    """An object whose missing attributes raise an error that says what to use instead."""
+
+    _what = ""
+
+    def __getattr__(self, name: str) -> Any:
+        __tracebackhide__ = True
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"{self._what}.{name} does not exist on a rank, where pytest itself does not run; "
+            f"use it in a fixture, and give the test what that returns"
+        )
+
+
+class RankRequest(NamesWhatIsMissing):
+    """``request`` of a test or a rank_fixture."""
+
+    _what = "request"
+
+    def __init__(
+        self,
+        facts: RequestFacts,
+        config: pytest.Config,
+        place: Place,
+        end: contextlib.ExitStack,
+        values: Mapping[str, Any],
+    ) -> None:
+        self.config = config
+        self.scope, self.fixturename, self.fixturenames = facts.scope, facts.fixturename, list(facts.fixturenames)
+        self.node = RankNode(facts, config, place, getattr(end, "marks", []))
+        self.keywords = self.node.keywords
+        self._end, self._values = end, values
+        if facts.param:
+            self.param = facts.param[0]
+        if facts.scope not in _WIDE[:1]:
+            self.path = Path(facts.path)
+        if facts.scope not in _WIDE[:2]:
+            self.module = place.module
+        if facts.scope not in _WIDE:
+            self.cls = place.owner
+            self.instance = place.instance if facts.scope == "function" else None
+        if facts.scope == "function":
+            self.function = place.function
+
+    def addfinalizer(self, finalizer: Callable[[], object]) -> None:
+        """Call something at the end of the test or fixture."""
+        self._end.callback(finalizer)
+
+    def applymarker(self, marker: str | pytest.MarkDecorator) -> None:
+        """Give the test a mark that pytest reads after the run: ``xfail``."""
+        self.node.add_marker(marker)
+
+    def getfixturevalue(self, name: str) -> Any:
+        """Return the value of an argument of the test. No other fixture can be set up on a rank."""
+        __tracebackhide__ = True
+        if name in self._values:
+            return self._values[name]
+        raise RuntimeError(f"no fixture can be set up on a rank: name {name!r} among the arguments of the test")
+
+
+class RankNode(NamesWhatIsMissing):
+    """``request.node`` of a test or a rank_fixture."""
+
+    _what = "request.node"
+
+    def __init__(self, facts: RequestFacts, config: pytest.Config, place: Place, given: list[pytest.Mark]) -> None:
+        self._given = given
+        self.name, self.nodeid, self.config = facts.node, facts.nodeid, config
+        self.path = Path(facts.path)
+        self.own_markers = list(facts.marks)
+        self.keywords: dict[str, Any] = dict.fromkeys(facts.keywords, True) | {one.name: one for one in facts.marks}
+        self.module, self.cls, self.instance = place.module, place.owner, place.instance
+        if facts.originalname is not None:
+            self.originalname = facts.originalname
+            self.function = self.obj = place.function
+        if facts.params is not None:
+            test_id = facts.node.partition("[")[2].removesuffix("]")
+            self.callspec = types.SimpleNamespace(params=facts.params, id=test_id)
+
+    def add_marker(self, marker: str | pytest.MarkDecorator, append: bool = True) -> None:
+        """Give the test a mark; pytest's process gets it with the outcome."""
+        mark = (getattr(pytest.mark, marker) if isinstance(marker, str) else marker).mark
+        self.own_markers.insert(len(self.own_markers) if append else 0, mark)
+        self._given.append(mark)
+
+    def iter_markers(self, name: str | None = None) -> Iterable[pytest.Mark]:
+        """Yield the marks, of this name or all, the nearest first."""
+        return (mark for mark in self.own_markers if name is None or mark.name == name)
+
+    def get_closest_marker(self, name: str, default: pytest.Mark | None = None) -> pytest.Mark | None:
+        """Return the nearest mark of this name."""
+        return next(iter(self.iter_markers(name)), default)
+
 
 _CAPTURE = "capturemanager"  # pytest's name for it
 _TO_DESCRIPTORS = (_pytest.capture.FDCapture, _pytest.capture.FDCaptureBinary)
@@ -26,7 +129,7 @@ _HAS_ALL_LOGGERS = hasattr(_pytest.logging.catching_logs, "attached_loggers")
 
 
 class PerRankFixtures(contextlib.ExitStack):
-    """Makes the fixtures that a test asks for, and ends them with it."""
+    """pytest's own fixtures that a test asks for, which end with it."""
 
     def __init__(self, test: RankTest, config: pytest.Config, place: Place) -> None:
         super().__init__()
@@ -207,3 +310,83 @@ _MAKE: dict[str, Callable[[PerRankFixtures], Any]] = {
     "pytestconfig": lambda own: own.config,
 }
 NAMES = frozenset(_MAKE)
+
+
+# The values of rank_fixture
+
+Key = tuple[str, str, int]  # file, name, and which of this name: a function may make several
+_functions: dict[Key, Callable[..., Any]] = {}  # in every process that imports them
+
+
+def register(function: Callable[..., Any]) -> Key:
+    """Register a function; return its key, which is the same in each process that imports it."""
+    file, name = function.__code__.co_filename, function.__qualname__
+    ordinal = next(number for number in itertools.count() if (file, name, number) not in _functions)
+    _functions[file, name, ordinal] = function
+    return file, name, ordinal
+
+
+class OnRank:
+    """The value of a rank_fixture among a test's arguments: each rank unpickles its own value in its place."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __reduce__(self) -> Any:
+        return value_here, (self._number,)
+
+
+_values: dict[int, Any] = {}  # of this rank, by number
+_finalizers: dict[int, contextlib.ExitStack] = {}
+
+
+def value_here(number: int) -> Any:
+    """Return the value of a rank_fixture on this rank."""
+    return _values[number]
+
+
+def rank_0s_value(number: int) -> Any:
+    """Return the value of a rank_fixture on rank 0, and None on the others."""
+    here = this_rank.this_rank
+    return _values[number] if here is not None and here.rank == 0 else None
+
+
+def function_here(step: FixtureStep) -> Callable[..., Any]:
+    """Return the function of a rank_fixture whose module has been imported."""
+    return _functions[step.function]
+
+
+def run_step(test: RankTest, step: FixtureStep, place: Place, config: pytest.Config) -> None:
+    """Set a rank_fixture up on this rank, or tear it down. Collective if the fixture is."""
+    if step.ends:
+        _values.pop(step.number, None)
+        with _finalizers.pop(step.number, contextlib.nullcontext()):
+            return
+    with group_names.for_fixture(step.number), contextlib.ExitStack() as ends:
+        _values[step.number] = _made(test, step, place, config, ends)
+        _finalizers[step.number] = ends.pop_all()
+
+
+def _made(test: RankTest, step: FixtureStep, place: Place, config: pytest.Config, ends: contextlib.ExitStack) -> Any:
+    from _pytest.fixtures import call_fixture_func
+
+    values, function = dict(step.values), function_here(step)
+    if "pytestconfig" in step.twins:
+        values["pytestconfig"] = config
+    if "monkeypatch" in step.twins:
+        values["monkeypatch"] = patch = pytest.MonkeyPatch()
+        ends.callback(patch.undo)
+    request: Any = _Finalized(step.name, ends.callback)
+    if test.request is not None:
+        values["request"] = request = RankRequest(test.request, config, place, ends, values)
+        request.fixturename = step.name
+    if place.instance is not None:
+        function = function.__get__(place.instance)
+    return call_fixture_func(function, request, values)
+
+
+class _Finalized:
+    """As much of a fixture's ``request`` as pytest's own code needs."""
+
+    def __init__(self, name: str, add: Callable[..., object]) -> None:
+        self.fixturename, self.addfinalizer = name, add

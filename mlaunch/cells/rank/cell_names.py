@@ -1,28 +1,85 @@
-"""Names for completion, found without running user code.
-
-One rank answers while the others do nothing, so a property or a ``__dir__`` that communicates would wait for ever.
-IPython's own completer, however guarded, calls ``__dir__`` and ``__getattribute__``, and does not find the parts of a
-``torch.nn.Module``.
-"""
+"""The names that cells have left in this rank: pulled to the notebook, pushed from there, listed, or completed."""
 
 from __future__ import annotations
 
 import ast
 import builtins
 import keyword
+import os
+import resource
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mlaunch.base.frames import is_library
-from mlaunch.cells.rank.names_of_cells import is_value
 from mlaunch.cells.rank.run_cell import main, rank
-from mlaunch.rank.safe_inspection import MISSING, in_classes, is_a, is_just, mro, names_of_class, own_names, registries
+from mlaunch.cells.wire import NamesOfRank
+from mlaunch.rank.safe_inspection import (
+    MISSING,
+    in_classes,
+    is_a,
+    is_just,
+    mro,
+    names_of_class,
+    own_names,
+    registries,
+    size,
+    type_name,
+)
+
+_NO_VALUES = (types.ModuleType, types.FunctionType, type)  # what cells import or define
+_IPYTHONS = frozenset({"In", "Out", "exit", "quit", "get_ipython", "open"})  # names
+
+
+def pull(names: Sequence[str], targets: Sequence[int] | None) -> dict[str, Any] | None:
+    """Return the values of these names that are here; None on a rank that is not a target."""
+    if targets is not None and rank() not in targets:
+        return None
+    found = vars(main)
+    return {name: found[name] for name in names if name in found}
+
+
+def push(values: Mapping[str, Any], targets: Sequence[int] | None) -> None:
+    """Set names on the targets."""
+    if targets is None or rank() in targets:
+        vars(main).update(values)
+
+
+def describe_names() -> NamesOfRank:
+    """Return the names of this rank, and its memory."""
+    import torch
+
+    values = {name: value for name, value in list(vars(main).items()) if is_value(name, value)}
+    names = {name: _type_and_size(value) for name, value in values.items() if not name.startswith("_")}
+    with open("/proc/self/statm", encoding="ascii") as file:
+        resident = int(file.read().split()[1]) * resource.getpagesize()
+    cuda: Any = torch.cuda  # untyped in part
+    # Only if cells have used CUDA: to ask would initialize it, which takes hundreds of MB of the device.
+    on_device = cuda.memory_allocated() if cuda.is_initialized() else 0
+    return NamesOfRank(os.getpid(), resident, on_device, names)
+
+
+def is_value(name: object, value: object) -> bool:
+    """True for a cell's own value: not IPython's names, and no imports or definitions, which take no memory."""
+    return type(name) is str and name not in _IPYTHONS and not any(is_a(value, kind) for kind in _NO_VALUES)
+
+
+def _type_and_size(value: object) -> tuple[str, int]:
+    """Return the type and the bytes of a value; "?" and 0 if they are unknown."""
+    try:
+        return type_name(value), size(value)
+    except Exception:  # some fields in C raise
+        return "?", 0
+
+
+# Completion, without running user code: one rank answers while the others do nothing, so a property or a ``__dir__``
+# that communicates would wait for ever. IPython's own completer, however guarded, calls ``__dir__`` and
+# ``__getattribute__``, and does not find the parts of a ``torch.nn.Module``.
 
 
 class UnknownError(Exception):
-    """It does not exist, or finding it would run user code."""
+    """The object does not exist, or finding it would run user code."""
 
 
 def find_names(kind: str, source: str, prefix: str, asked: int) -> list[str] | None:

@@ -1,21 +1,53 @@
-"""Displays of a rank, sent to the notebook that has called; ranks without a pipe to it print text."""
+"""In a rank of a notebook: what it displays goes to the notebook, and ``tqdm.notebook`` draws text bars."""
 
 from __future__ import annotations
 
 import builtins
 import contextlib
+import importlib.abc
 import importlib.machinery
+import importlib.util
 import os
 import sys
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 from mlaunch.base import linux
 from mlaunch.base.fds import KeptFd
+from mlaunch.core.parts import RankPart
 from mlaunch.display import wire
+from mlaunch.display.wire import STREAM
+from mlaunch.protocol.spec import LaunchSpec
+
+
+class DisplayingRank(RankPart):
+    """A rank of a notebook's launch; the first rank has a pipe to the notebook."""
+
+    def begin(self, spec: LaunchSpec, local_rank: int) -> Mapping[str, str]:
+        install(self.pipes.get(STREAM, -1))
+        return super().begin(spec, local_rank)
+
+
+def part(_section: object, _rank: int) -> RankPart:
+    return DisplayingRank()
+
+
+def spec_of(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
+    """Return the spec of a replacement for a module that is about to be imported; None: import the module itself."""
+    return _spec_of_text_bars() if name == BARS else _spec_of_functions(path)
+
+
+def change(module: ModuleType) -> None:
+    """Change a module that a fork of the caller has imported already."""
+    if module.__name__ == BARS:
+        _change_bars(module)
+
+
+# Displays. Ranks without a pipe to the notebook print text.
 
 FUNCTIONS = "IPython.core.display_functions"
 _COPIES = ("IPython.display", "IPython.core.display")  # they copy its names
@@ -30,8 +62,7 @@ def install(fd: int) -> None:
     sender = _Sender(linux.aside(fd) if fd >= 0 else -1)
     _senders[:] = [sender]
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    # Its own shell is replaced: the kernel's sockets and threads are not in this process.
-    if shell is not None:  # this is a fork of the notebook's own process
+    if shell is not None:  # a fork of the notebook's own process, without the kernel's sockets and threads
         shell.display_pub.publish, shell.display_pub.clear_output = sender.publish, sender.clear_output
     elif FUNCTIONS in sys.modules:
         _replace(sys.modules[FUNCTIONS], sender)
@@ -39,7 +70,7 @@ def install(fd: int) -> None:
 
 @contextlib.contextmanager
 def in_cell(formatter: Any, publisher: Any) -> Iterator[None]:
-    """A block in which a cell's shell formats objects. ``publisher``: takes them, too; None: as outside."""
+    """Have a cell's shell format objects meanwhile. ``publisher``: takes displays, too; None: the usual one."""
     for sender in _senders:
         sender.formatter, sender.publisher = formatter, publisher
     try:
@@ -111,7 +142,7 @@ class _Sender:
                 rest = rest[os.write(self._pipe.fd, rest) :]
 
     def format(self, thing: Any, include: Any, exclude: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return data and metadata in all forms of the object; only text if others are useless."""
+        """Return data and metadata of the object in all forms; only text if nothing else can be shown."""
         include = include if self._is_collected or self._is_heard else {"text/plain"}
         if self.formatter is not None:
             return self.formatter.format(thing, include=include, exclude=exclude)  # type: ignore[no-any-return]
@@ -130,7 +161,7 @@ def _png_of(figure: Any) -> Any:
     return print_figure(figure, fmt="png", base64=True)  # type: ignore[no-untyped-call]
 
 
-def spec_of(path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
+def _spec_of_functions(path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
     """Return the spec of IPython's functions, to be replaced before other modules copy them; None: unchanged.
 
     So they are not imported here: that would take half a second, even in ranks that display nothing.
@@ -174,3 +205,57 @@ def _replace(module: ModuleType, sender: _Sender) -> None:
     for place in (module, *(sys.modules[name] for name in _COPIES if name in sys.modules)):
         with contextlib.suppress(AttributeError):
             vars(place).update({name: function for name, function in new.items() if hasattr(place, name)})
+
+
+# Bars. A rank has no kernel, so widgets would reach no notebook.
+
+BARS = "tqdm.notebook"
+
+
+class _TextBars(importlib.abc.Loader):
+    """Loads text bars under the module's name, which pickled functions of a notebook refer to."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        from tqdm import std
+
+        class Bar(std.tqdm):  # type: ignore[type-arg]
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, **_for_text(kwargs))
+
+        def bars(*args: Any, **kwargs: Any) -> Bar:
+            return Bar(range(*args), **kwargs)
+
+        vars(module).update(tqdm=Bar, tqdm_notebook=Bar, trange=bars, tnrange=bars, IProgress=None, WARN_NOIPYW="")
+
+
+def _spec_of_text_bars() -> importlib.machinery.ModuleSpec | None:
+    """Return the spec of the module that is imported in place of tqdm's."""
+    return importlib.util.spec_from_loader(BARS, _TextBars())
+
+
+def _change_bars(module: ModuleType) -> None:
+    """Change the bars of a module that a fork of the caller has imported already."""
+    bar = getattr(module, "tqdm_notebook", None)
+    if bar is not None:
+        _turn_to_text(bar)
+
+
+def _turn_to_text(bar: Any) -> None:
+    """Remove all drawing methods from the class of widgets."""
+    from tqdm import std
+
+    # The class is changed, not replaced: a function that came by value may hold it, or a subclass.
+    for name in vars(bar).keys() & vars(std.tqdm).keys() - {"__module__", "__doc__", "__init__"}:
+        delattr(bar, name)
+
+    def begin(self: Any, *args: Any, **kwargs: Any) -> None:
+        super(bar, self).__init__(*args, **_for_text(kwargs))
+
+    bar.__init__ = begin
+
+
+def _for_text(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a widget without those that only widgets have."""
+    width = kwargs.get("ncols")
+    left_out = {"display", *(("ncols",) if isinstance(width, str) else ())}  # such as "100%"
+    return {name: value for name, value in kwargs.items() if name not in left_out}

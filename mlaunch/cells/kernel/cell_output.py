@@ -1,21 +1,78 @@
-"""The output of a cell that runs in the background: what its ranks print, and how it ends."""
+"""How cells on ranks show exceptions, and the output of a cell that runs in the background."""
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+import traceback
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError
 from typing import Any
 
+from mlaunch.base.exceptions import is_misuse, report_of
 from mlaunch.base.text import in_seconds, last_bytes
 from mlaunch.caller.output.harmless import harmless
 from mlaunch.caller.output.output_plan import STREAMS
-from mlaunch.cells.caller.cell_calls import CellJob
-from mlaunch.cells.kernel.cell_errors import traceback_lines
+from mlaunch.caller.report import notebook
+from mlaunch.cells.caller import CellJob
 from mlaunch.cells.wire import Bundle
 from mlaunch.core import load
+
+# Exceptions: the cause, with the lines of the cell, and no frame of mlaunch
+
+
+def shown_in_cell(error: BaseException) -> BaseException:
+    """Return an exception for which IPython shows the ranks' report in place of the frames of the magic.
+
+    IPython calls the ``_render_traceback_`` of an exception that has one.
+    """
+    lines = traceback_lines(error)
+    if not lines:
+        return error
+    BaseException.__setattr__(error, "_render_traceback_", lambda: lines)  # a class may refuse attributes
+    return error.with_traceback(None)
+
+
+def traceback_lines(error: BaseException) -> list[str]:
+    """Return the lines to show for an exception; none if it did not come from ranks."""
+    report = report_of(error)
+    notes = [str(note) for note in getattr(error, "__notes__", [])]
+    if report is None and isinstance(error, SyntaxError) and is_misuse(error):
+        return notebook.complete("".join(traceback.format_exception_only(error))).splitlines()
+    if report is not None:
+        first = str(report) if report is not error else f"{type(error).__name__}: {report}"
+        return [first, *(note for note in notes if not note.startswith("raised by "))]
+    if is_misuse(error) or isinstance(error, KeyboardInterrupt):
+        return [f"{type(error).__name__}: {error}".removesuffix(": "), *notes]
+    return []
+
+
+def show_syntax_errors(shell: Any) -> Callable[[], None]:
+    """Have IPython use the ``_render_traceback_`` of a SyntaxError, too; return a function that undoes this.
+
+    Otherwise it would be shown below the frames of the magic.
+    """
+    original = shell.showsyntaxerror
+
+    def show(*args: Any, **options: Any) -> None:
+        error = sys.exc_info()[1]
+        render = getattr(error, "_render_traceback_", None)
+        if render is None:
+            original(*args, **options)
+        else:
+            shell._showtraceback(type(error), error, render())
+
+    shell.showsyntaxerror = show
+
+    def restore() -> None:
+        shell.showsyntaxerror = original
+
+    return restore
+
+
+# Cells in the background
 
 _MOST = 64 * 1024  # bytes that it shows, from the end of the output
 # A frontend draws the whole at each update, and would fall behind ranks that print in a loop.
@@ -23,7 +80,7 @@ _PERIOD = 0.1  # seconds between two updates
 
 
 class _OfOwnCell:
-    """Publishes as a kernel does, but in the cell that made it, whichever runs now."""
+    """Publishes in the cell that made it, whichever cell runs now."""
 
     def __init__(self, display_pub: Any) -> None:
         self._pub, self._parent = display_pub, getattr(display_pub, "parent_header", None)
@@ -40,7 +97,7 @@ class _OfOwnCell:
 
 
 class JobArea:
-    """An output of the cell that began the job, replaced as the job continues. At a terminal's prompt, single lines."""
+    """The output of a job in the cell that began it, replaced as the job continues. At a terminal's prompt, lines."""
 
     def __init__(self, shell: Any, job: CellJob) -> None:
         self._publisher = _OfOwnCell(shell.display_pub)

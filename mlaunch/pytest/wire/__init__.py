@@ -1,1 +1,0 @@
-"""Records and shared memory between pytest's process and the ranks of a test."""
