@@ -235,21 +235,21 @@ def _is_refusal(error: BaseException) -> bool:
 
 # By kind: True if the call may succeed when it is started again unchanged; and what to do next.
 KINDS = {
-    "raised": (True, "Mend what raised: the first of frames that is in your code."),
+    "raised": (True, "Fix what raised: the first of frames that is in your code."),
     "out_of_memory": (True, "Use less memory on each rank (a smaller batch, more ranks), or larger devices."),
     "killed": (True, "Read hints, and the kernel's log for who sent the signal; frames has the place of a crash."),
     "exited": (True, "The function or script ended its process with this code: read what it printed."),
     "not_picklable": (False, "Return, raise or pass what can be pickled: text names the part that cannot."),
-    "deadline": (False, "See in failures and others where the ranks were: mend what hangs, or give more time."),
-    "stalled": (True, "See in others where the ranks were, and mend what hangs."),
+    "deadline": (False, "See in failures and others where the ranks were: fix what hangs, or give more time."),
+    "stalled": (True, "See in others where the ranks were, and fix what hangs."),
     "stopped": (False, "Somebody ended it (mlaunch stop, a debugger): start it again only if that is wanted."),
-    "stop_overdue": (False, "Ask mlaunch.stopping() on every rank in each step, or give a longer stop_grace."),
-    "stopped_as_agreed": (True, "It was asked to stop, and has: start it again, and it goes on from what it saved."),
-    "no_progress": (False, "Do not start it again unchanged: attempts failed in the same way, or came no further."),
+    "stop_overdue": (False, "Call mlaunch.stopping() on every rank in each step, or give a longer stop_grace."),
+    "stopped_as_agreed": (True, "It stopped as it was asked to: start it again, and it continues from what it saved."),
+    "no_progress": (False, "Do not start it again unchanged: attempts failed in the same way, or got no further."),
     "interrupted": (False, "A signal or Ctrl-C ended the caller: start it again only if that is wanted."),
     "lost": (True, "A process or machine of the launch is gone: start it again, without a host that text names."),
     "not_started": (False, "No rank ran: text says what is missing."),
-    "misuse": (False, "Mend the call or the command line: nothing ran."),
+    "misuse": (False, "Fix the call or the command line: nothing ran."),
     "failed": (True, "Read text."),
 }
 # Fields of the first cause, which the failure has, too.

@@ -160,8 +160,8 @@ def check_kernel() -> None:
             if error.errno in {errno.ENOSYS, errno.EPERM, errno.EACCES}:
                 raise OSError(
                     error.errno,
-                    f"{name}, which mlaunch needs, is refused here ({error.strerror}): by a kernel before Linux 5.3, "
-                    f"or by a filter of system calls (seccomp) of this container, which has to allow it",
+                    f"mlaunch needs the system call {name}, which is refused here ({error.strerror}): the kernel is "
+                    f"older than Linux 5.3, or this container's filter of system calls (seccomp) has to allow it",
                 ) from None
 
 
@@ -384,5 +384,6 @@ def working_directory() -> str:
         return os.getcwd()
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            "the working directory of this process no longer exists, so ranks cannot start in it; change it first"
+            "the working directory of this process no longer exists, so ranks cannot start in it; change to another "
+            "one first"
         ) from error

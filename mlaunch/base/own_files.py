@@ -22,7 +22,7 @@ def open_file(path: str, flags: int, mode: int = 0o600, *, dir_fd: int | None = 
     fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, mode, dir_fd=dir_fd)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise OSError(errno.EINVAL, "it is no file", path)
+        raise OSError(errno.EINVAL, "not a regular file", path)
     return fd
 
 

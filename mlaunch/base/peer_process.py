@@ -68,7 +68,7 @@ def rights_lacking(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
     for name, value in ours.items():
         is_place = name.startswith("namespace") or name in {"root directory", "security label", "status Uid"}
         if is_place and theirs.get(name) != value:
-            return f"its {name.removeprefix('status ')} is another"
+            return f"its {name.removeprefix('status ')} differs"
     if not _numbers(ours) <= _numbers(theirs):
         return f"{_FEWER}: it lacks a group"
     for name in _CAPABILITIES:

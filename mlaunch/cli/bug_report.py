@@ -18,8 +18,8 @@ Report of mlaunch doctor, to be pasted where you ask for help. Values of variabl
 your home directory is "~". Names of hosts, paths and scripts are in it: read it before you give it to others.
 """
 _NO_FAILURE = """\
-None was given. In the process that made the call, print(train.last) shows its report, and a failed call has printed
-another one: put both below, or into a file, and give its name: mlaunch doctor --report FILE
+None was given. Where you made the call, print(train.last) shows its report, and a failed call has printed another one.
+Paste both below, or put them into a file and run: mlaunch doctor --report FILE
 """
 _PACKAGES = ("torch", "cloudpickle", "numpy", "ipykernel", "IPython", "rich", "tqdm", "ray", "uvloop")
 _LIMITS = {

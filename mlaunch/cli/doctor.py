@@ -138,7 +138,7 @@ def _runtime_directory() -> Finding:
         # Tried: rights, free space and the length of a socket's path all count.
         registry.listen(os.environ, f"doctor-{os.getpid()}").close()
     except OSError as error:
-        return Finding("mlaunch ps", NOTE, f"cannot see launches: {error}")
+        return Finding("mlaunch ps", NOTE, f"launches cannot be listed: {error}")
     finally:
         registry.remove(os.environ, f"doctor-{os.getpid()}")
     return Finding("mlaunch ps", OK, f"launches are listed in {registry.home(os.environ)}")
@@ -152,7 +152,7 @@ def _network() -> Finding:
     except OSError as error:
         return Finding("network", NOTE, f"{interfaces}; this host's name {name} does not resolve ({error})")
     if address.startswith("127."):
-        advice = "as master_ip for other machines give an address"
+        advice = "give other machines an address as master_ip"
         return Finding("network", NOTE, f"{interfaces}; this host's name {name} means {address} here: {advice}")
     return Finding("network", OK, f"{interfaces}; this host is {name}, {address}")
 

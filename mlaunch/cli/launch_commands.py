@@ -90,7 +90,8 @@ def which(start: str, found: Sequence[Mapping[str, Any]], command: str) -> str:
     rows = "".join(f"\n  {title_of(launch)}" for launch in running)
     if not found:
         return f"no running launch has an ID that starts with {start!r}; running:{rows}"
-    return f"{len(running)} launches run; say which, such as mlaunch {command} {running[0]['id'][:ID_SHOWN]}:{rows}"
+    example = f"mlaunch {command} {running[0]['id'][:ID_SHOWN]}"
+    return f"{len(running)} launches are running; say which one, such as {example}:{rows}"
 
 
 def nothing() -> str:
@@ -204,7 +205,7 @@ def _stop(args: argparse.Namespace) -> int:
 
 def _none_of(caller: int) -> str:
     ids = ", ".join(f"{launch['id'][:ID_SHOWN]} (pid {launch['caller']})" for launch in ask(STATUS))
-    return f"no launch runs here that process {caller} has called; " + (f"running: {ids}" if ids else nothing())
+    return f"process {caller} has no launch running here; " + (f"running: {ids}" if ids else nothing())
 
 
 def _entry(launch: Mapping[str, Any]) -> str:

@@ -37,6 +37,6 @@ def check(token: str | None, source: str) -> None:
         (token or "").encode()
     except UnicodeEncodeError:
         raise ValueError(
-            f"{source} is not valid UTF-8, so other machines could not be sure to have the same; "
-            f"give the machines of a launch a token in UTF-8, of ASCII at best"
+            f"{source} is not valid UTF-8, so the machines of a launch could not compare it; give them a token in "
+            f"UTF-8, best of ASCII letters"
         ) from None

@@ -23,8 +23,8 @@ _WORD_LIMIT = 64
 _MOST_VISITORS = 32  # that have said nothing yet
 
 _NOT_FROM_THERE = (
-    "the launch does not do that for process {}: {}. So a sandbox or container cannot act outside of itself; run the "
-    "command where the launch was started"
+    "the launch refuses this to process {}: {}. A sandbox or container must not act outside of itself; run the command "
+    "where the launch was started"
 )
 
 

@@ -30,8 +30,8 @@ def lacks() -> str:
 
 
 _NEITHER = (
-    "Backend.set_timeout, nor _set_default_timeout: limits of groups that are there stay while somebody debugs; give a "
-    "longer timeout="
+    "Backend.set_timeout, nor _set_default_timeout: groups that exist keep their time limits while somebody debugs; "
+    "give a longer timeout="
 )
 
 

@@ -120,7 +120,7 @@ def lacks() -> str:
     if not gone:
         return ""
     return (
-        f"{', '.join(gone)}: nobody knows which operation a rank waits for: mlaunch why has stacks alone, and ranks "
+        f"{', '.join(gone)}: nobody knows which operation a rank waits for: mlaunch why has only stacks, and ranks "
         f"that stay are ended by a call that fails"
     )
 

@@ -41,7 +41,7 @@ def lacks() -> str:
     kind = _c10d().ProcessGroup
     if not hasattr(kind, "_device_types") or not (hasattr(kind, "get_backend") or hasattr(kind, "_get_backend")):
         return (
-            "ProcessGroup._device_types: operations are not counted, mlaunch why has stacks alone, and ranks that "
+            "ProcessGroup._device_types: operations are not counted, mlaunch why has only stacks, and ranks that "
             "stay are ended by a call that fails"
         )
     return ""

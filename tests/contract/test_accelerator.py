@@ -107,7 +107,7 @@ def test_a_group_of_gloo_is_bound_to_no_device(caller: Runner) -> None:
             r"devices=\[0, 2\]: \[2\] do not exist; the 2 visible toy device\(s\) are numbered 0 to 1",
         ),
         ({"device_type": "toy", "n_gpus": 1, "env": {"TOY_DEVICES": "0"}}, r"only 0 toy device\(s\) are visible here"),
-        ({"device_type": "cuda"}, r"torch .* is built for toy and cpu only; allowed: 'auto', 'toy', 'cpu'"),
+        ({"device_type": "cuda"}, r"torch .* is built for toy and CPUs only; allowed: 'auto', 'toy', 'cpu'"),
         ({"device_type": "cpu", "devices": [1]}, r"devices=\[1\]: ranks on CPUs have no device numbers"),
     ],
 )

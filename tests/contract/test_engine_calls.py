@@ -935,9 +935,9 @@ REFUSED = [
     (["--engine", "ssh:"], "--engine ssh:: hosts=[]: allowed: a list of at least one name"),
     (["--engine", "slurm:nodes=2"], "--engine slurm:nodes=2: Slurm: nodes= is the launcher's to say"),
     (["--engine", "ssh:me@a:2222"], "a port is said as ssh does, 'ssh://me@b:2222'"),
-    (["--engine", "slurm", "--devices", "1"], "--devices with --engine: allowed: one of the two"),
+    (["--engine", "slurm", "--devices", "1"], "--devices with --engine: the engine decides that; give one of the two"),
     (["--engine", "ssh:a", "--nnodes", "2"], "machines=2 with 1 hosts: allowed: 1 to 1"),
-    (["--max-preemptions", "2"], "--max-preemptions 2 without --engine: nobody would place the ranks anew"),
+    (["--max-preemptions", "2"], "--max-preemptions 2 without --engine: only an engine can place the ranks again"),
     (["--engine", "ssh:a", "--max-preemptions", "-1"], "--max-preemptions -1: allowed: 0 or more"),
 ]
 

@@ -356,9 +356,9 @@ def test_stop_of_what_does_not_run(tmp_path: Path, capsys: pytest.CaptureFixture
             os.sched_yield()
         for words, told in (
             (["stop", "zz"], "mlaunch: no running launch has an ID that starts with 'zz'; running:\n"),
-            (["stop"], " launches run; say which, such as mlaunch stop "),
-            (["stop", "--caller", str(os.getpid())], " launches run; say which, such as mlaunch stop "),
-            (["stop", "--caller", str(ranks.run(os.getpid)[0])], "no launch runs here that process "),
+            (["stop"], " launches are running; say which one, such as mlaunch stop "),
+            (["stop", "--caller", str(os.getpid())], " launches are running; say which one, such as mlaunch stop "),
+            (["stop", "--caller", str(ranks.run(os.getpid)[0])], " has no launch running here; "),
         ):
             assert launches.command(*words) == 1
             error = capsys.readouterr().err

@@ -331,7 +331,7 @@ def test_a_flag_that_stands_behind_the_script(tmp_path: Path) -> None:
     """Whose parser refuses it, mostly; one that has such a flag is let alone."""
     done = run(tmp_path, write(tmp_path, "raise SystemExit(2)"), "--lr", "1", "--nproc_per_node=2")
     assert done.returncode == 2
-    said = "comes after train.py, which got it: flags of mlaunch run come before the script\n"
+    said = "comes after train.py, so the script got it: put flags of mlaunch run before the script\n"
     assert done.stderr.endswith(f"mlaunch: --nproc_per_node=2 {said}")
     done = run(tmp_path, write(tmp_path, ""), "--nproc_per_node=2")
     assert (done.returncode, done.stderr) == (0, "")
@@ -641,7 +641,8 @@ def test_a_directory_that_is_gone(tmp_path: Path) -> None:
     done = run(tmp_path / "gone", "-c", code, command=[sys.executable])
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
-        "mlaunch: the working directory of this process no longer exists, so ranks cannot start in it; change it first"
+        "mlaunch: the working directory of this process no longer exists, so ranks cannot start in it; change to "
+        "another one first"
     )
 
 
@@ -653,7 +654,7 @@ def test_a_directory_that_is_gone(tmp_path: Path) -> None:
         (["--no-python", "nowhere"], "nowhere: no such program in PATH, or it is not executable\n"),
         (["--nproc-per-node", "many", "x.py"], "--nproc-per-node many: allowed: a number from 1, auto, gpu, cpu, "
          "xpu\n"),
-        (["--nnodes", "1:4", "x.py"], "--nnodes 1:4: the members of a launch are fixed; give one number\n"),
+        (["--nnodes", "1:4", "x.py"], "--nnodes 1:4: a launch has a fixed number of machines; give one number\n"),
         (["--nnodes", "2", "--node-rank", "2", "x.py"], "--node-rank 2: allowed: 0 to 1, since --nnodes is 2\n"),
         (["--nnodes", "2", "--master-port", "0", "x.py"], "port 0 of the master: allowed: 1 to 65535\n"),
         (["--token-file", "empty", "x.py"], "--token-file empty: the file is empty\n"),
@@ -671,12 +672,12 @@ def test_a_directory_that_is_gone(tmp_path: Path) -> None:
         (["--numa-binding", "node", "--numa-memory", "near", "x.py"], "--numa-memory near: allowed: preferred, bind\n"),
         (["--error-file", "nowhere/why.json", "x.py"], "--error-file nowhere/why.json: allowed: the path of a file, in "
          "a directory that is there\n"),
-        (["--redirects", "4", "x.py"], "--redirects 4: allowed: 0, 1, 2 or 3, or one of them for each of some local "
-         "ranks: 0:3,1:2\n"),
-        (["--standalone", "--nnodes", "2", "x.py"], "--standalone with --nnodes 2: it is for one machine\n"),
+        (["--redirects", "4", "x.py"], "--redirects 4: allowed: 0, 1, 2 or 3, for all ranks or by local rank, such "
+         "as 0:3,1:2\n"),
+        (["--standalone", "--nnodes", "2", "x.py"], "--standalone with --nnodes 2: --standalone is for one machine\n"),
         (["--nnodes", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", "192.0.2.1", "x.py"], "--nnodes 3 without "
-         "--node-rank: with more than two machines each must say which it is, from 0 on the one at 192.0.2.1 (under "
-         "Slurm: --node-rank $SLURM_NODEID)\n"),
+         "--node-rank: with more than two machines, each needs its number, beginning with 0 on the one at 192.0.2.1 "
+         "(under Slurm: --node-rank $SLURM_NODEID)\n"),
     ],
 )  # fmt: skip
 def test_a_wrong_command_line(

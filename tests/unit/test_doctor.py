@@ -48,7 +48,7 @@ def test_a_limit_on_memory(limit: str, state: str, tmp_path: Path, monkeypatch: 
 def test_a_name_that_means_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "myself")
     monkeypatch.setattr(socket, "gethostbyname", lambda _name: "127.0.1.1")
-    assert "this host's name myself means 127.0.1.1 here: as master_ip for other" in doctor._network().text
+    assert "this host's name myself means 127.0.1.1 here: give other machines" in doctor._network().text
 
 
 @pytest.mark.parametrize(

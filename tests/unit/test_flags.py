@@ -423,7 +423,7 @@ def test_the_first_entry_of_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_directory_in_which_nothing_would_be_kept() -> None:
     said = without_output(output_flags_of(parse("--log-dir", "logs"), {}), 2)
-    assert said == "--log-dir logs keeps no output without --tee 3 (here, too) or --redirects 3 (there alone)"
+    assert said == "--log-dir logs gets no output without --tee 3 (terminal and files) or --redirects 3 (only files)"
     for flags_ in (["--log-dir", "logs", "--tee", "1:3"], []):
         assert without_output(output_flags_of(parse(*flags_), {}), 2) == ""
 

@@ -56,7 +56,9 @@ def test_a_system_call_that_is_refused_is_named(monkeypatch: pytest.MonkeyPatch,
     linux.check_kernel()
     linux.check_kernel.cache_clear()
     monkeypatch.setattr(os, name, refuse)
-    said = rf"{name}, which mlaunch needs, is refused here .*: by a kernel before Linux 5\.3, or by a filter"
+    said = (
+        rf"mlaunch needs the system call {name}, which is refused here .*: the kernel is older than Linux 5\.3, or this"
+    )
     for ask in (linux.check_kernel, lambda: start_interpreter(os.environ)):
         with pytest.raises(OSError, match=said):
             ask()

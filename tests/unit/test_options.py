@@ -280,7 +280,9 @@ FOUR = planning.Accelerator("cuda", "cuda", 4)
 def test_devices_that_this_machine_lacks_are_refused() -> None:
     if device.offered().accelerator is not None:
         pytest.skip("torch was built for an accelerator, so these are not errors here")
-    with pytest.raises(ValueError, match=r"device_type='cuda': torch .* is built for cpu only; allowed: 'auto', 'cpu'"):
+    with pytest.raises(
+        ValueError, match=r"device_type='cuda': torch .* is built for CPUs only; allowed: 'auto', 'cpu'"
+    ):
         launcher(lambda: None, 1, device_type="cuda")()
     with pytest.raises(ValueError, match=r"backend='nccl': torch .* offers gloo"):
         launcher(lambda: None, 1, backend="nccl")()
@@ -435,7 +437,7 @@ def test_a_token_that_is_no_utf_8_is_refused_by_name(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("MLAUNCH_TOKEN", os.fsdecode(b"hush\xff"))
     cases: list[tuple[dict[str, Any], str]] = [({}, "MLAUNCH_TOKEN"), ({"token": "hush\udcff"}, "token=")]
     for options, name in cases:
-        with pytest.raises(ValueError, match=rf"^{name} is not valid UTF-8, so other machines could not") as caught:
+        with pytest.raises(ValueError, match=rf"^{name} is not valid UTF-8, so the machines of a launch could not") as caught:
             launcher(lambda: None, **machines, **options)()
         assert "hush" not in str(caught.value)
 

@@ -266,7 +266,7 @@ def test_a_launch_lets_a_sandbox_neither_debug_nor_stop_it(
         for word in (*VISITS, STOP, END):
             with in_sandbox(confine, says(word)) as said:
                 assert answered(reception, said) == []
-                assert "the launch does not do that for process" in json.loads(said())["refused"]
+                assert "the launch refuses this to process" in json.loads(said())["refused"]
         assert (reception.stopped_by, reception.asked_by) == (None, None)
         with in_sandbox(confine, says(STATUS)) as said:
             assert (answered(reception, said), said()) == ([STATUS], "{}")
@@ -325,4 +325,4 @@ def test_rights() -> None:
     assert "CapEff" in rights_lacking({**ours, "status CapEff": "f0"}, {**ours, "status CapEff": "0f"})
     assert not rights_lacking(ours, {**ours, "status NoNewPrivs": "1"})
     assert "NoNewPrivs" in rights_lacking({**ours, "status NoNewPrivs": "1"}, {**ours, "status NoNewPrivs": "0"})
-    assert rights_lacking({**ours, "namespace mnt": "mnt:[1]"}, ours) == "its namespace mnt is another"
+    assert rights_lacking({**ours, "namespace mnt": "mnt:[1]"}, ours) == "its namespace mnt differs"

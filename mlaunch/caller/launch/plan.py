@@ -168,8 +168,9 @@ def choose_type(device_type: str, ready: Ready) -> str:
     if device_type == "auto":
         return offered[0] or "cpu"
     if device_type not in offered:
+        built_for = f"{ready.accelerator} and CPUs" if ready.accelerator else "CPUs"
         raise ValueError(
-            f"device_type={device_type!r}: torch {ready.torch_version} is built for {' and '.join(offered)} only; "
+            f"device_type={device_type!r}: torch {ready.torch_version} is built for {built_for} only; "
             f"allowed: {', '.join(repr(name) for name in ['auto', *offered])}"
         )
     return device_type

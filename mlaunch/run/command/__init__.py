@@ -54,7 +54,9 @@ def main(argv: Sequence[str], *, prog: str = "mlaunch run", of_launch: bool = Fa
             status = _run(job, output_flags, dry=args.dry_run)
             # argparse's status: the script's parser may have refused a flag that was meant for mlaunch run.
             if status == MISUSE and (flag := behind_the_script(job.args)):
-                say(f"{flag} comes after {job.target}, which got it: flags of mlaunch run come before the script")
+                say(
+                    f"{flag} comes after {job.target}, so the script got it: put flags of mlaunch run before the script"
+                )
             return status
     except UsageError as error:
         flags.exit(MISUSE, f"{prog}: {error}\n")

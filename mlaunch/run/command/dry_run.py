@@ -92,7 +92,7 @@ def _command(job: Job) -> str:
 
 def _machines(job: Job) -> str:
     if job.nodes == 1:
-        return f"this one alone; ranks meet at 127.0.0.1, {f'port {job.port}' if job.port else 'a free port'}"
+        return f"only this one; ranks meet at 127.0.0.1, {f'port {job.port}' if job.port else 'a free port'}"
     secret = "with a token" if job.token else "without a token"
     role = "which this one opens" if job.node_rank == 0 else "to which this one connects"
     return f"{job.nodes}, this is number {job.node_rank}; they meet at {job.host}, port {job.port}, {role}, {secret}"
@@ -101,7 +101,7 @@ def _machines(job: Job) -> str:
 def _devices(job: Job, environ: Mapping[str, str]) -> str:
     variables = [f"{name}={value}" for name, value in environ.items() if name.endswith("_VISIBLE_DEVICES")]
     if job.virtual_local_rank:
-        return "each rank sees its own alone"
+        return "each rank sees only its own"
     return f"every rank sees those of {' '.join(variables)}" if variables else "every rank sees all"
 
 

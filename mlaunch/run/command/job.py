@@ -205,7 +205,7 @@ def _nodes(text: str) -> int:
     if not low.isdecimal() or (high and not high.isdecimal()):
         raise UsageError(f"--nnodes {text}: allowed: a number of machines")
     if high and int(low) != int(high):
-        raise UsageError(f"--nnodes {text}: the members of a launch are fixed; give one number")
+        raise UsageError(f"--nnodes {text}: a launch has a fixed number of machines; give one number")
     return at_least(1, "--nnodes", int(low))
 
 
@@ -213,7 +213,7 @@ def _meeting(args: argparse.Namespace, nodes: int, conf: Mapping[str, str]) -> t
     """Return address and port of rank 0, and the number of this machine."""
     if args.standalone:
         if nodes > 1:
-            raise UsageError(f"--standalone with --nnodes {nodes}: it is for one machine")
+            raise UsageError(f"--standalone with --nnodes {nodes}: --standalone is for one machine")
         return "localhost", 0, 0
     if args.rdzv_backend not in _BACKENDS:
         raise UsageError(f"--rdzv-backend {args.rdzv_backend} is not supported: allowed: {', '.join(_BACKENDS)}")
@@ -246,8 +246,8 @@ def _guess_rank(host: str, nodes: int, conf: Mapping[str, str]) -> int:
     if nodes == 2:
         return 1
     raise UsageError(
-        f"--nnodes {nodes} without --node-rank: with more than two machines each must say which it is, from 0 on the "
-        f"one at {host} (under Slurm: --node-rank $SLURM_NODEID)"
+        f"--nnodes {nodes} without --node-rank: with more than two machines, each needs its number, beginning with 0 "
+        f"on the one at {host} (under Slurm: --node-rank $SLURM_NODEID)"
     )
 
 
@@ -334,7 +334,7 @@ def _token_of(file: str | None, environ: Mapping[str, str]) -> str | None:
 def _preemptions_of(most: int, engine: str | None) -> int:
     """Return ``--max-preemptions``, checked."""
     if most and engine is None:
-        raise UsageError(f"--max-preemptions {most} without --engine: nobody would place the ranks anew")
+        raise UsageError(f"--max-preemptions {most} without --engine: only an engine can place the ranks again")
     return at_least(0, "--max-preemptions", most)
 
 

@@ -66,7 +66,7 @@ def _of_rank(name: str, text: str) -> Callable[[int], int]:
     if re.fullmatch("[0-3]", text):
         return lambda _local_rank: int(text)
     if not re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text):
-        raise UsageError(f"{name} {text}: allowed: 0, 1, 2 or 3, or one of them for each of some local ranks: 0:3,1:2")
+        raise UsageError(f"{name} {text}: allowed: 0, 1, 2 or 3, for all ranks or by local rank, such as 0:3,1:2")
     pairs = (pair.split(":") for pair in text.split(","))
     wanted = {int(local_rank): int(streams) for local_rank, streams in pairs}
     return lambda local_rank: wanted.get(local_rank, 0)
@@ -86,9 +86,8 @@ def without_output(output_flags: OutputFlags, size: int) -> str:
     """Return a message if no output is kept in the given directory; else ""."""
     if output_flags.log_dir is None or any(policy.kept for policy in output_flags.policies(size).values()):
         return ""
-    return (
-        f"--log-dir {output_flags.log_dir} keeps no output without --tee 3 (here, too) or --redirects 3 (there alone)"
-    )
+    directory = f"--log-dir {output_flags.log_dir}"
+    return f"{directory} gets no output without --tee 3 (terminal and files) or --redirects 3 (only files)"
 
 
 def output_plan(

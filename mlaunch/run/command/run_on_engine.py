@@ -32,7 +32,7 @@ def engine_of(args: argparse.Namespace) -> Engine | None:
         return None
     for name in _DECIDED:
         if getattr(args, name):
-            raise UsageError(f"--{name.replace('_', '-')} with --engine: allowed: one of the two")
+            raise UsageError(f"--{name.replace('_', '-')} with --engine: the engine decides that; give one of the two")
     try:
         return engine_named(args.engine)
     except ValueError as error:
