@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
-from mlaunch.rendezvous import name_lookup
+from mlaunch.rendezvous import tcp_store
 from mlaunch.rendezvous.address import LOOPBACK
 from mlaunch.rendezvous.store_client import StoreClient
 
@@ -31,7 +31,7 @@ class _CountingStore:
 
 def clients(port: int, namespace: str, size: int) -> list[StoreClient]:
     """Connects that many clients whose operations are counted."""
-    with name_lookup.from_files_only():
+    with tcp_store.from_files_only():
         made = [StoreClient(LOOPBACK, port, namespace, timedelta(seconds=60)) for _ in range(size)]
     for client in made:
         client.store = _CountingStore(client.store)

@@ -22,13 +22,12 @@ from typing import Any
 
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.compat.caller.server import Server
-from mlaunch.machines.gate.membership import Join
-from mlaunch.machines.gate.store_process import GateConfig, StoreProcess
-from mlaunch.machines.link.link_process import LinkProcess
-from mlaunch.machines.wire.link_messages import Planned
+from mlaunch.machines.gate.store_process import GateConfig, StoreProcess, run_in_loop
+from mlaunch.machines.link import LinkProcess
+from mlaunch.machines.wire.machine_records import Join, Planned
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.spec import Rendezvous
-from mlaunch.rendezvous import event_loop, name_lookup
+from mlaunch.rendezvous import tcp_store
 from mlaunch.rendezvous.address import LOOPBACK, listen
 from mlaunch.rendezvous.store_client import StoreClient
 
@@ -145,7 +144,7 @@ class _CountingLink(LinkProcess):
 def links(end: Any, share: tuple[Size, tuple[str, int], range]) -> None:
     """Runs the links of some machines. Tells what they have seen when all have their plan."""
     prepare()
-    event_loop.run(_links(end, *share))
+    run_in_loop(_links(end, *share))
 
 
 async def _links(end: Any, size: Size, address: tuple[str, int], numbers: range) -> None:
@@ -205,7 +204,7 @@ def ranks(end: Any, world_size: int) -> None:
     Each rank is a thread, which waits for its number.
     """
     prepare()
-    name_lookup.look_up_in_files_only()
+    tcp_store.look_up_in_files_only()
     sys.setswitchinterval(_LIMIT)  # thousands that wait for the interpreter would wake each 5 ms to ask for it
     numbers: SimpleQueue[tuple[int, int]] = SimpleQueue()
     met: SimpleQueue[StoreClient] = SimpleQueue()

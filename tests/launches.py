@@ -58,7 +58,7 @@ _PATIENCE = {
     "word of a wait": "caller.output.live.SILENCE",
     "merging": "caller.output.merging.WINDOW",  # for other ranks to say the same
     "end of an allocation": "engines.caller.slurm._END_TIMEOUT",
-    "machines' answers": "engines.caller.launch.machines_inspection._PATIENCE",
+    "machines' answers": "engines.caller.launch.machines_requests._PATIENCE",
     "slow import": "caller.launch.hints._TOLD_AT",  # after which users hear of it
 }
 
@@ -712,4 +712,4 @@ def hurry_slow(patch: pytest.MonkeyPatch, seconds: float) -> None:
 
 def be_on_machine(patch: pytest.MonkeyPatch, root: Path) -> None:
     """Have ``numa=`` read /sys, /proc and /dev below this directory."""
-    patch.setattr(import_module("mlaunch.numa.caller.order"), "ROOT", str(root))
+    patch.setattr(import_module("mlaunch.numa.caller"), "ROOT", str(root))

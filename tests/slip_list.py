@@ -880,7 +880,7 @@ SLIPS = (
     Slip(
         "profile",
         "parts_of_a_call",
-        "profile/caller/trace_file.py",
+        "profile/caller.py",
         "        own_files.remove_directory(self.section.directory)\n",
         "        pass\n",
         ("contract/test_profiles.py::test_a_track_for_each_rank_and_one_beginning",),
@@ -999,7 +999,7 @@ SLIPS = (
     Slip(
         "rendezvous",
         "own_failure_of_a_machine",
-        "machines/link/link_process.py",
+        "machines/link.py",
         "                self._failed = self._failed or not record.consequence\n"
         '                self._post({"failure": asdict(record)})\n',
         '                self._post({"failure": asdict(record)})\n',
@@ -1039,7 +1039,7 @@ SLIPS = (
     Slip(
         "rendezvous",
         "marks_of_a_barrier",
-        "rendezvous/barrier.py",
+        "rendezvous/store_client.py",
         '                self._store.delete_key(f"{turn.place}/{turn.position}")\n',
         "",
         ("unit/test_barrier.py",),
@@ -1048,7 +1048,7 @@ SLIPS = (
     Slip(
         "rendezvous",
         "those_who_gave_up",
-        "rendezvous/barrier.py",
+        "rendezvous/store_client.py",
         '            self._store.add(f"{turn.barrier}/count", _CLOSED)\n',
         "",
         ("unit/test_barrier.py",),
@@ -1058,7 +1058,7 @@ SLIPS = (
     Slip(
         "numa",
         "settings_unbind",
-        "numa/rank/bound_rank.py",
+        "numa/rank.py",
         '        self.decides = ("affinity",)\n',
         "",
         ("contract/test_numa.py::test_lists_by_local_rank_also_of_ranks_that_were_prepared",),
@@ -1076,7 +1076,7 @@ SLIPS = (
     Slip(
         "numa",
         "mask_of_the_caller",
-        "numa/caller/order.py",
+        "numa/caller.py",
         "    allowed = tuple(sorted(os.sched_getaffinity(0)))\n",
         "    allowed: tuple[int, ...] = ()\n",
         ("contract/test_numa.py::test_lists_by_local_rank_also_of_ranks_that_were_prepared",),
@@ -1085,7 +1085,7 @@ SLIPS = (
     Slip(
         "numa",
         "devices_of_a_cgroup",
-        "numa/caller/machine_devices.py",
+        "numa/caller.py",
         """            if os.access(root / f"dev/nvidia{told.get('Device Minor', '0')}", os.R_OK | os.W_OK):\n""",
         "            if True:\n",
         ("unit/test_numa.py::test_devices_without_nvidias_library",),

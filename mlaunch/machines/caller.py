@@ -18,7 +18,9 @@ def rendezvous(options: Options, environ: Mapping[str, str], name: str) -> Rende
         token, source = environ.get(tokens.VARIABLE), tokens.VARIABLE
     tokens.check(token, source)
     if not token and options.rank_start == 0:
-        log.warning("%s has no token: whoever reaches %s, port %s may join it", name, options.master_ip, options.port)
+        log.warning(
+            "%s has no token: anybody who reaches %s, port %s may join it", name, options.master_ip, options.port
+        )
     if token and len(token) < tokens.SHORTEST:
         log.warning("%s: %s has %d characters, which others may guess; %s", name, source, len(token), tokens.ADVICE)
     key = tokens.key_of(token) if token else None

@@ -5,11 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 
-from mlaunch.numa.caller.machine_devices import devices_of
-from mlaunch.numa.caller.order import ROOT
-from mlaunch.numa.rank.binding import bindings, cpus_in_words, nodes_in_words
-from mlaunch.numa.rank.seats import seats_of
-from mlaunch.numa.rank.topology import Topology
+from mlaunch.numa.caller import ROOT, devices_of
+from mlaunch.numa.rank import Topology, bindings, cpus_in_words, nodes_in_words, seats_of
 from mlaunch.numa.wire import NumaOrder, PciDevice
 
 

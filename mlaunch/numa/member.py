@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mlaunch.core.parts import MachinePart
-from mlaunch.numa.caller.order import ROOT, devices_here
+from mlaunch.numa.caller import ROOT, devices_here
 from mlaunch.numa.wire import NumaOrder
 
 

@@ -36,7 +36,7 @@ def lacks_loopback() -> str:
                 _loopback_works = True
     except OSError as error:
         return (
-            f"{LOOPBACK} cannot be reached ({error.strerror or error}), where the ranks of a machine meet: its "
+            f"the ranks of a machine meet at {LOOPBACK}, which cannot be reached ({error.strerror or error}): its "
             f"loopback interface is down (ip link set lo up), or a firewall is in between"
         )
     return ""

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlaunch.caller.options.option_values import parse_share
-from mlaunch.core.parts import CallerPart
+from mlaunch.core.parts import CallerPart, Spell
 from mlaunch.core.records import Note, Noticed
 from mlaunch.slow.wire import SlowRanks, SlowTerms
-
-if TYPE_CHECKING:
-    from mlaunch.core.parts import Spell
 
 SECONDS = 30.0  # for which ranks must be slow before the user sees it
 EVERY = 2.0  # seconds between two comparisons

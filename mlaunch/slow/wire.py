@@ -1,7 +1,7 @@
 """The messages between the parts that look for slow ranks.
 
 On several machines, each agent sends the waits of its ranks to the agent of rank 0, which compares all and sends the
-others the result (``agent/other_machines.py``).
+others the result (``agent.py``).
 """
 
 from __future__ import annotations

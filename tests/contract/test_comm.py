@@ -100,7 +100,7 @@ def test_an_object_that_cannot_be_pickled_is_an_error_everywhere(name: str) -> N
         ours = f"TypeError: {name}(): what this rank passed cannot be pickled: it['model'] is a _thread.lock ("
         assert text.startswith(ours)
     else:
-        assert text == f"TypeError: {name}(): rank 0 passed what cannot be pickled (its own error names it)"
+        assert text == f"TypeError: {name}(): rank 0 passed a value that cannot be pickled (its own error names it)"
     assert comm.all_gather(comm.get_rank()) == [0, 1]  # the group still works
 
 
@@ -112,7 +112,10 @@ def test_a_rank_other_than_the_first_that_cannot_broadcast() -> None:
         ours = "TypeError: broadcast_object(): what this rank passed cannot be pickled: it is a _thread.lock ("
         assert text.startswith(ours)
     else:
-        assert text == "TypeError: broadcast_object(): rank 1 passed what cannot be pickled (its own error names it)"
+        assert (
+            text
+            == "TypeError: broadcast_object(): rank 1 passed a value that cannot be pickled (its own error names it)"
+        )
     assert comm.broadcast_object(comm.get_rank(), src=1) == 1
 
 
@@ -351,7 +354,7 @@ def test_local_groups_of_unequal_machines(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.ranks(2)
 def test_a_launcher_that_does_not_say_who_shares_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     unknown = (
-        "RuntimeError: which ranks share a machine is not known here: the launcher set no LOCAL_RANK and "
+        "RuntimeError: this process does not know which ranks share a machine: the launcher set no LOCAL_RANK and "
         "LOCAL_WORLD_SIZE; have all ranks call create_local_process_group() first"
     )
     monkeypatch.delenv("LOCAL_RANK")

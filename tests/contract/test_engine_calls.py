@@ -30,12 +30,12 @@ from mlaunch import LaunchError, LaunchTimeout, Ranks, launcher
 from mlaunch.caller.running_launches import ask
 from mlaunch.cli import main
 from mlaunch.engines import Command, Ends, Engine, Hosts, Placement, Ray, Slurm
-from mlaunch.engines.caller.launch import timeouts
+from mlaunch.engines.caller.launch import heartbeats
 from mlaunch.engines.caller.launch.agents_of_machines import MergedAgent
-from mlaunch.engines.caller.launch.machine import Machine
+from mlaunch.engines.caller.launch.machines import Machine
 from mlaunch.engines.member import member
 from mlaunch.engines.member.machine_launch import MachineLaunch, SignalsHere
-from mlaunch.engines.member.machine_plan import MachinePlan
+from mlaunch.engines.member.member import MachinePlan
 from mlaunch.engines.wire.frame_stream import FrameStream
 from mlaunch.engines.wire.member_messages import MARK, MachineDone, Start
 from mlaunch.insight.wire import STACKS
@@ -503,8 +503,8 @@ def test_machines_that_share_a_name_alone(engine: Threads, monkeypatch: pytest.M
     with engine.hold(2, 1) as held:
         assert launcher(rank, engine=held)() == [0, 1]
         assert found == {"127.0.0.1"}
-        monkeypatch.setattr("mlaunch.engines.member.machine_plan.identity", lambda: next(names))
-        monkeypatch.setattr("mlaunch.engines.member.machine_plan.addresses", lambda: ["127.0.0.2"])
+        monkeypatch.setattr("mlaunch.engines.member.member.identity", lambda: next(names))
+        monkeypatch.setattr("mlaunch.engines.member.member.addresses", lambda: ["127.0.0.2"])
         assert launcher(rank, engine=held)() == [0, 1]
     assert found == {"127.0.0.1", "127.0.0.2"}
 
@@ -512,9 +512,9 @@ def test_machines_that_share_a_name_alone(engine: Threads, monkeypatch: pytest.M
 def test_machines_meet_at_an_address_that_all_reach(engine: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was tried is said where there is none."""
     names, broadcast = map(str, itertools.count()), "255.255.255.255"
-    monkeypatch.setattr("mlaunch.engines.member.machine_plan.identity", lambda: next(names))
+    monkeypatch.setattr("mlaunch.engines.member.member.identity", lambda: next(names))
     offered = [broadcast, "127.0.0.2"]
-    monkeypatch.setattr("mlaunch.engines.member.machine_plan.addresses", lambda: offered)
+    monkeypatch.setattr("mlaunch.engines.member.member.addresses", lambda: offered)
     assert launcher(rank, 1, engine=engine)() == [0, 1]
     offered.pop()
     words = rf"host m1 does not reach host m0 at port \d+: tried {broadcast} \([A-Z]\w+ .*\); does a firewall"
@@ -826,7 +826,7 @@ def test_machines_that_hear_nothing_any_more_leave(
 ) -> None:
     """They give themselves back. A call that runs is ended."""
     monkeypatch.setattr(Placed, "farewell", ["mkdir", "-p", str(tmp_path / "given back")])
-    monkeypatch.setattr(timeouts.Heartbeats, "_run", lambda beats: beats._streams[1].send(beats._heartbeat))
+    monkeypatch.setattr(heartbeats.Heartbeats, "_run", lambda beats: beats._streams[1].send(beats._heartbeat))
     engine.heartbeat_timeout = 0.05
     with pytest.raises(LaunchError, match=r"host m1 of pause\(\) was lost"):
         launcher(signal.pause, 1, engine=engine, grace_period=0.5)()
@@ -843,7 +843,7 @@ def test_a_machine_that_leaves_waits_for_its_ranks_at_rest(engine: Threads, monk
     looks = list[bool]()
     look = MachineLaunch._step
     monkeypatch.setattr(MachineLaunch, "_step", lambda launch: looks.append(launch._alone) or look(launch))
-    monkeypatch.setattr(timeouts.Heartbeats, "_run", lambda beats: beats._streams[0].send(beats._heartbeat))
+    monkeypatch.setattr(heartbeats.Heartbeats, "_run", lambda beats: beats._streams[0].send(beats._heartbeat))
     engine.heartbeat_timeout = 1.0  # in which the machine has begun
 
     def stay() -> None:

@@ -60,7 +60,7 @@ def test_a_slow_rank_is_named(
 
     def look() -> None:
         while not done.wait(0.5):
-            if "rank 1 is last into" in (told := call.why()):  # another one may be for a moment, on a busy machine
+            if "rank 1 came last to" in (told := call.why()):  # another one may be for a moment, on a busy machine
                 why.append(told)
                 said["ps"] = subprocess.run(
                     [sys.executable, "-m", "mlaunch", "ps"], check=True, capture_output=True, text=True
@@ -80,10 +80,10 @@ def test_a_slow_rank_is_named(
     assert found is not None
     assert found.ranks == (1,)
     assert 0.1 < found.share < 0.6
-    assert found.text.startswith("rank 1 is last into ")
-    assert capfd.readouterr().err.count("train(): rank 1 is last into") == 1
-    assert "slow: rank 1 is last into" in why[0]
-    assert "\n  slow: rank 1 is last into" in said["ps"]
+    assert found.text.startswith("rank 1 came last to ")
+    assert capfd.readouterr().err.count("train(): rank 1 came last to") == 1
+    assert "slow: rank 1 came last to" in why[0]
+    assert "\n  slow: rank 1 came last to" in said["ps"]
     assert found.text in str(call.last)
     told = json.loads(json.dumps(call.last.as_dict()))
     schema.check(told, "report")
@@ -102,7 +102,7 @@ def test_healthy_ranks_are_not(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Ca
     assert call.last is not None
     assert call.last.slow_ranks is None
     assert call.last.as_dict()["slow_ranks"] is None
-    assert "last into" not in capfd.readouterr().err
+    assert "came last to" not in capfd.readouterr().err
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ def test_ranks_that_stay_on_machines_of_an_engine(
         printed.append(capfd.readouterr().err)
         own = [one for one in of_ps() if one["agent"] == os.getpid()]
         listed.extend(one["features"]["slow"]["text"] for one in own if "slow" in one["features"])
-        return all("rank 2 is last into" in "".join(texts) for texts in (printed, listed))
+        return all("rank 2 came last to" in "".join(texts) for texts in (printed, listed))
 
     def look() -> None:
         while not over.wait(0.5) and not is_said():
@@ -141,8 +141,8 @@ def test_ranks_that_stay_on_machines_of_an_engine(
         assert ranks.last.slow_ranks.ranks == (2,)
         ranks.run(int)
         assert ranks.last.slow_ranks is None
-    assert any("rank 2 is last into" in text for text in listed)
-    assert ("".join(printed) + capfd.readouterr().err).count("rank 2 is last into") == 1
+    assert any("rank 2 came last to" in text for text in listed)
+    assert ("".join(printed) + capfd.readouterr().err).count("rank 2 came last to") == 1
 
 
 def of_ps() -> list[dict[str, Any]]:
@@ -188,14 +188,14 @@ def test_machines_whose_clocks_differ(tmp_path: Path) -> None:
             stack.callback(running[-1].kill)
 
         def is_over() -> bool:
-            said = all("rank 1 is last into" in printed.read_text() for printed in machines)
+            said = all("rank 1 came last to" in printed.read_text() for printed in machines)
             return said or any(process.poll() is not None for process in running)
 
         wait_until(is_over)
         enough.write_text("said")
         for process, printed in zip(running, machines, strict=True):
             assert process.communicate(timeout=LIMIT)[0] == "(1,)\n", printed.read_text()
-            assert "rank 1 is last into" in printed.read_text()
+            assert "rank 1 came last to" in printed.read_text()
 
 
 def test_where_it_is_not() -> None:

@@ -259,7 +259,7 @@ def test_the_example_with_its_two_commands(network: Network) -> None:
     processes = [host.start(script, address, str(machine)) for machine, host in enumerate(network.hosts[:2])]
     ends = [process.communicate(timeout=90) for process in processes]
     assert [out for out, _ in ends] == ["[100.0, 100.0]\n"] * 2, ends
-    assert ends[0][1] == f"mlaunch: total() has no token: whoever reaches {address}, port 29500 may join it\n"
+    assert ends[0][1] == f"mlaunch: total() has no token: anybody who reaches {address}, port 29500 may join it\n"
 
 
 @pytest.mark.nightly
@@ -404,7 +404,7 @@ def test_a_link_that_dies_later(network: Network) -> None:
     [
         ({"rank_start": 0}, {}, None),
         ({"world_size": 4}, {}, "host {} has world_size=3, host {} has world_size=4"),
-        ({"rank_start": 1, "n_gpus": 1}, {}, "rank 1 would be on host {} and on host {}: the rank_start overlap"),
+        ({"rank_start": 1, "n_gpus": 1}, {}, "rank 1 would be on host {} and on host {}: give each its own rank_start"),
         ({}, {"other": True}, "host {} has train() to run, host {} has other() to run"),
     ],
 )
@@ -445,7 +445,7 @@ def test_a_machine_with_another_token(network: Network, tokens: tuple[Any, Any],
         assert [len(end["values"]) for end in ends] == [1, 1]
         told = ends[0]["stderr"]
         for came, turned_away in (("with another token", "wrong"), ("without a token", None)):
-            said = f"came {came} and was turned away; if it is a machine"
+            said = f"{came} was turned away; if that is a machine"
             assert told.count(said) == (tokens == ("right", turned_away))
 
 

@@ -155,7 +155,7 @@ print("over", flush=True)
 @pytest.mark.nightly
 def test_loopback_that_is_down(tmp_path: Path) -> None:
     """No rank is started."""
-    why = "127.0.0.1 cannot be reached (Network is unreachable), where the ranks of a machine meet: its loopback "
+    why = "the ranks of a machine meet at 127.0.0.1, which cannot be reached (Network is unreachable): its loopback "
     said = in_namespaces(tmp_path, "unshare", "--net", script=DOWN)
     assert [line.partition("interface")[0] for line in said] == [f"sum() was not started: {why}"] * 2 + ["over"]
     up = "ip link set lo up"

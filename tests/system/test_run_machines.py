@@ -129,7 +129,7 @@ def test_two_machines_on_one_host_are_told_to_say_which_they_are(tmp_path: Path)
     assert done.returncode == 1
     said = done.stderr.splitlines()[-1]
     assert f"cannot be the master at --master-addr 127.0.0.1, --master-port {port}: Address already in use" in said
-    advice = ". If several machines of this launch run on one host, each must be given its own --node-rank, from 0 to 1"
+    advice = ". If several machines of this launch run on one host, give each its own --node-rank, from 0 to 1"
     assert said.endswith(advice)
 
 
@@ -138,7 +138,7 @@ def test_a_machine_that_does_not_say_which_it_is(tmp_path: Path) -> None:
     assert done.returncode == 1
     said = done.stderr.splitlines()[-1]
     assert "the master at --master-addr 192.0.2.1, --master-port 29500: Cannot assign requested address" in said
-    assert said.endswith("that is the first: this one must be given its own --node-rank, from 0 to 1")
+    assert said.endswith("that machine is the first: give this one its own --node-rank, from 0 to 1")
 
 
 def test_a_signal_that_ends_one_machine_is_named_on_the_other(tmp_path: Path) -> None:

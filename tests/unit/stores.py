@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 
 from mlaunch.base import linux
 from mlaunch.machines.gate.store_process import GateConfig, StoreProcess
-from mlaunch.machines.link.streams import RankStreams
+from mlaunch.machines.link import RankStreams
 from mlaunch.machines.wire import control_protocol
-from mlaunch.rendezvous import name_lookup
+from mlaunch.rendezvous import tcp_store
 from mlaunch.rendezvous.address import LOOPBACK, listen
 from mlaunch.rendezvous.local_store import LocalStore
 from mlaunch.rendezvous.tcp_store import serve
@@ -53,7 +53,7 @@ def store_of_a_launch() -> Iterator[int]:
 @contextlib.contextmanager
 def store_of_torch() -> Iterator[int]:
     def work() -> None:
-        name_lookup.look_up_in_files_only()
+        tcp_store.look_up_in_files_only()
         store = serve(listener)
         while store is not None:
             signal.pause()

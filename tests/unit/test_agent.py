@@ -40,7 +40,7 @@ from mlaunch.base.frames import STACKS_TIMEOUT
 from mlaunch.base.linux import wait_readable
 from mlaunch.debug.wire import HoldDeadline
 from mlaunch.forkserver.children import Child
-from mlaunch.machines.agent.linked_peers import LinkedPeers
+from mlaunch.machines.agent import LinkedPeers
 from mlaunch.protocol import launch_files, messages, payload, registry
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import FD_LIMIT, TEXT_LIMIT, Channel

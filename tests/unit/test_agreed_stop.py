@@ -36,10 +36,10 @@ from mlaunch.agreed_stop.wire import (
 )
 from mlaunch.base import signals
 from mlaunch.caller.ranks.kept_call import KeptCall
-from mlaunch.engines.caller.launch.machines_stop import MachinesStop
+from mlaunch.engines.caller.launch.machines_requests import MachinesStop
 from mlaunch.engines.member.machine_launch import SignalsHere
-from mlaunch.machines.gate.gate_stop import GateStop
-from mlaunch.machines.link import part_words
+from mlaunch.machines import link as machines_link
+from mlaunch.machines.gate.gate import GateStop
 from mlaunch.protocol import this_rank
 from mlaunch.protocol.messages import ForPart, PartSays
 from tests.conftest import TORCH
@@ -302,7 +302,7 @@ class Wire:
 
 def said(news: object) -> dict[str, Any]:
     """What the gate gets of an agent's news."""
-    return dict(part_words.record_of(PartSays(NAME, news)))
+    return dict(machines_link.record_of(PartSays(NAME, news)))
 
 
 NONSENSE: list[dict[str, Any]] = [
@@ -356,10 +356,10 @@ def test_orders_of_the_gate() -> None:
         ({"stop_at": 8, "reason": "TERM"}, StopRanks(8, "TERM")),
     ]  # fmt: skip
     for record, order in orders:
-        assert part_words.order_of(record) == ForPart(NAME, 0, order)
+        assert machines_link.order_of(record) == ForPart(NAME, 0, order)
     for look in ("8", True, -5, 10**4000, 1e300, 8.0, None):
-        assert part_words.order_of({"stop_at": look, "reason": "TERM"}) is None
-    assert part_words.order_of({"beat": 1}) is None
+        assert machines_link.order_of({"stop_at": look, "reason": "TERM"}) is None
+    assert machines_link.order_of({"beat": 1}) is None
 
 
 @pytest.mark.skipif(not TORCH, reason="its rank needs torch")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from mlaunch.compat.caller.server import Server
 from mlaunch.rendezvous import tcp_store
 from mlaunch.rendezvous.address import LOOPBACK
-from mlaunch.rendezvous.barrier import Barrier, NotAllCameError
+from mlaunch.rendezvous.store_client import Barrier, NotAllCameError
 from tests.processes import wait_until
 
 LIMIT = 60.0

@@ -15,8 +15,8 @@ from typing import ClassVar
 import pytest
 
 from mlaunch.base.text import both_ends, first_bytes, last_bytes
-from mlaunch.engines.wire import member_messages, member_streams
-from mlaunch.machines.wire import link_messages
+from mlaunch.engines.wire import member_messages
+from mlaunch.machines.wire import machine_records
 from mlaunch.protocol import messages, server_messages, spec
 from mlaunch.protocol.channel import RECORD_LIMIT, Channel, get_to_know
 from mlaunch.protocol.server_messages import BoardFds, DirectFds, LaunchFds, StartFds
@@ -155,7 +155,17 @@ def test_classes_of_records_are_known_before_their_first_record() -> None:
 
 
 # Of a queue, a file or another record.
-INSIDE = {"Answer", "RemoteError", "Details", "CallFacts", "CallersProcess", "Operations", "GroupNumbers", "RankWait"}
+INSIDE = {
+    "Answer",
+    "Join",
+    "RemoteError",
+    "Details",
+    "CallFacts",
+    "CallersProcess",
+    "Operations",
+    "GroupNumbers",
+    "RankWait",
+}
 
 
 def records_of(module: types.ModuleType) -> set[type]:
@@ -171,10 +181,10 @@ def test_the_core_has_few_kinds_of_records() -> None:
 
 
 def test_each_record_travels_on_some_channel_or_stream() -> None:
-    known = {**vars(messages), **vars(server_messages), **vars(link_messages), **vars(member_streams)}
+    known = {**vars(messages), **vars(server_messages), **vars(machine_records), **vars(member_messages)}
     named = {name: value for name, value in known.items() if name.endswith(("Says", "Hears"))}
     travel = {record for union in named.values() for record in typing.get_args(union) or [union]}
-    for module in (messages, server_messages, link_messages, member_messages):
+    for module in (messages, server_messages, machine_records, member_messages):
         left = {kind.__name__ for kind in records_of(module) - travel}
         assert left <= INSIDE, left
 

@@ -21,13 +21,12 @@ import pytest
 from mlaunch.base import linux
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout
 from mlaunch.engines.caller import slurm
-from mlaunch.engines.caller.launch.machine import Machine
-from mlaunch.engines.caller.launch.machines import Machines
+from mlaunch.engines.caller.launch.machines import Machine, Machines
 from mlaunch.engines.caller.placement import Ends, Processes
 from mlaunch.engines.caller.ray import Pump
 from mlaunch.engines.caller.slurm import Allocation, Existing, Shell, fate_of
 from mlaunch.engines.member import main, started_together
-from mlaunch.engines.member.machine_plan import MachinePlan
+from mlaunch.engines.member.member import MachinePlan
 from mlaunch.engines.wire.first_process import MARK as MARK_OF_FIRST
 from mlaunch.engines.wire.first_process import Lead, Where
 from mlaunch.engines.wire.frame_stream import FrameStream
@@ -210,9 +209,7 @@ def test_a_machine_waits_for_a_fork_server_that_was_stopped_no_longer_than_its_c
         def ready(self, deadline: float | None = None) -> None:
             raise LaunchTimeout(f"{deadline} s have passed")
 
-    monkeypatch.setattr(
-        "mlaunch.engines.member.machine_plan.warm_server", SimpleNamespace(get=lambda _environ: Stopped())
-    )
+    monkeypatch.setattr("mlaunch.engines.member.member.warm_server", SimpleNamespace(get=lambda _environ: Stopped()))
     with pytest.raises(LaunchTimeout, match=r"^7\.0 s"):
         MachinePlan(AskOffer({"join_timeout": 7.0}, "f()", "/", ()))
 

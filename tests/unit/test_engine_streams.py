@@ -18,10 +18,9 @@ from typing import Any
 
 import pytest
 
-from mlaunch.engines.caller.launch.machine import last_lines
-from mlaunch.engines.caller.launch.output_pipes import Backlog
-from mlaunch.engines.member.heartbeat import CallersHeartbeat
-from mlaunch.engines.member.machine_launch import MachineLaunch
+from mlaunch.engines.caller.launch.agents_of_machines import Backlog
+from mlaunch.engines.caller.launch.machines import last_lines
+from mlaunch.engines.member.machine_launch import CallersHeartbeat, MachineLaunch
 from mlaunch.engines.wire.first_process import Mux
 from mlaunch.engines.wire.frame_stream import Content, ForgedError, FrameCodes, FrameStream, NoiseError
 from mlaunch.engines.wire.member_messages import Alive, FromAgent, Heartbeat, MachineDone, Printed
@@ -210,7 +209,7 @@ def test_a_carrying_process_reads_no_more_than_can_be_passed_on(monkeypatch: pyt
 
 def launch_of(stream: FrameStream, monkeypatch: pytest.MonkeyPatch) -> tuple[MachineLaunch, Channel[Any, Any]]:
     """Makes a launch of one rank, and the end of its agent, which says what a test lets it say."""
-    monkeypatch.setattr("mlaunch.engines.member.machine_launch._LOOK_DELAY", 0.01)
+    monkeypatch.setattr("mlaunch.engines.member.machine_launch._ROWS_DELAY", 0.01)
     monkeypatch.setattr("mlaunch.engines.member.machine_launch.replace", lambda spec, **_: spec)
     agent, launcher = Channel[Any, Any].pair()
     server: Any = SimpleNamespace(launch=lambda _spec, _call: launcher, kill=lambda: None)

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from mlaunch.machines.gate.store_process import UVLOOP, run_in_loop
 from mlaunch.machines.wire import control_protocol
-from mlaunch.rendezvous import event_loop
 from tests.processes import said_in_fork
 
 
@@ -21,7 +21,7 @@ def package() -> str:
         found.append(type(asyncio.get_running_loop()).__module__.partition(".")[0])
 
     def run() -> str:
-        event_loop.run(look())
+        run_in_loop(look())
         return found[0]
 
     return said_in_fork(run)
@@ -29,18 +29,18 @@ def package() -> str:
 
 def test_uvloops_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("uvloop")
-    monkeypatch.delenv(event_loop.VARIABLE)
+    monkeypatch.delenv(UVLOOP)
     assert package() == "uvloop"
 
 
 def test_asyncios_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(event_loop.VARIABLE)
+    monkeypatch.delenv(UVLOOP)
     monkeypatch.setitem(sys.modules, "uvloop", None)
     assert package() == "asyncio"
 
 
 def test_asyncios_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(event_loop.VARIABLE, "0")
+    monkeypatch.setenv(UVLOOP, "0")
     assert package() == "asyncio"
 
 
@@ -48,7 +48,7 @@ def test_asyncios_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("aborted", [False, True])
 def test_a_closed_connection_is_one_kind_of_error(monkeypatch: pytest.MonkeyPatch, uvloop: str, aborted: bool) -> None:
     """Whatever the loop says of it, and whoever has closed it."""
-    monkeypatch.setenv(event_loop.VARIABLE, uvloop)
+    monkeypatch.setenv(UVLOOP, uvloop)
 
     async def write() -> str:
         ours, theirs = socket.socketpair()
@@ -71,7 +71,7 @@ def test_a_closed_connection_is_one_kind_of_error(monkeypatch: pytest.MonkeyPatc
         async def note() -> None:
             found.append(await write())
 
-        event_loop.run(note())
+        run_in_loop(note())
         return found[0]
 
     assert said_in_fork(run) == "ConnectionResetError: the connection was closed"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import mlaunch
 from mlaunch import comm, launcher
-from mlaunch.comm.rank import exchange, seal, world
+from mlaunch.comm.rank import exchange, world
 from tests.contract.functions import error_of
 from tests.contract.test_comm import on
 
@@ -150,7 +150,7 @@ def test_an_object_of_a_stranger_is_not_unpickled(number: int, tmp_path: Path) -
     def train() -> str | None:
         def change(blob: bytes) -> bytes:
             evil = pickle.dumps(Bomb(tmp_path / "ran"))
-            return blob[: seal.SIZE] + exchange._COUNT.pack(len(evil), 0) + evil
+            return blob[: exchange._SEAL_SIZE] + exchange._COUNT.pack(len(evil), 0) + evil
 
         if comm.get_rank() == 0:
             EXCHANGES[number](1.5)
@@ -158,7 +158,7 @@ def test_an_object_of_a_stranger_is_not_unpickled(number: int, tmp_path: Path) -
         Between(change)
         return error_of(lambda: EXCHANGES[number](2.5))
 
-    words = r"what came in the name of rank 0 is not what that rank sent here, so nothing of it was unpickled"
+    words = r"what came as rank 0's was not sent by that rank for this call, so nothing of it was unpickled"
     assert re.search(words, on(2, train)[1])
     assert not (tmp_path / "ran").exists()
 
@@ -186,7 +186,7 @@ def test_an_object_that_was_sent_before_is_refused() -> None:
 
     for other_group in (False, True):
         said = launcher(train, 2)(other_group)[1]
-        assert "what came in the name of rank 0 is not what that rank sent" in said
+        assert "what came as rank 0's was not sent by that rank" in said
 
 
 def test_a_seal_of_a_group_does_not_hold_in_its_successor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,13 +195,13 @@ def test_a_seal_of_a_group_does_not_hold_in_its_successor(monkeypatch: pytest.Mo
     class Group:
         """Stands for one of torch's."""
 
-    monkeypatch.setattr(seal, "_describe", lambda _: b"default")
+    monkeypatch.setattr(exchange, "_describe_group", lambda _: b"default")
     first, second, elsewhere = cast("Any", Group()), cast("Any", Group()), cast("Any", Group())
-    blob = bytearray(seal.SIZE) + b"what rank 0 sends"
-    seal.Seal(first).put(blob, 0)
-    assert not seal.Seal(second).holds(blob, 0)
-    monkeypatch.setattr(seal, "_numbers", seal._GroupNumbers())  # as in another rank
-    assert seal.Seal(elsewhere).holds(blob, 0)
+    blob = bytearray(exchange._SEAL_SIZE) + b"what rank 0 sends"
+    exchange.Seal(first).put(blob, 0)
+    assert not exchange.Seal(second).holds(blob, 0)
+    monkeypatch.setattr(exchange, "_numbers", exchange._GroupNumbers())  # as in another rank
+    assert exchange.Seal(elsewhere).holds(blob, 0)
 
 
 def test_objects_are_exchanged_after_a_call_that_was_broken_off() -> None:
@@ -209,7 +209,7 @@ def test_objects_are_exchanged_after_a_call_that_was_broken_off() -> None:
 
     def count_alone() -> None:
         if dist.get_rank() == 0:
-            seal.Seal(world.group())
+            exchange.Seal(world.group())
         raise ValueError("broken off")
 
     with mlaunch.Ranks(n_gpus=2) as ranks:

@@ -31,27 +31,24 @@ from mlaunch.agreed_stop.wire import NAME, FreezeRanks, StopRanks
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.machines.agent.joining_machines import join_machines
+from mlaunch.machines import link as machines_link
+from mlaunch.machines.agent import join_machines
 from mlaunch.machines.gate import admission
 from mlaunch.machines.gate import gate as gate_module
 from mlaunch.machines.gate.gate import Gate
-from mlaunch.machines.gate.membership import Join, failure_of_record, shortened
 from mlaunch.machines.gate.roster import Roster
-from mlaunch.machines.gate.store_process import GateConfig, StoreProcess
-from mlaunch.machines.link import joining_words, link_process, part_words
-from mlaunch.machines.link.link_process import LinkProcess
-from mlaunch.machines.link.streams import RankStreams
+from mlaunch.machines.gate.store_process import UVLOOP, GateConfig, StoreProcess
+from mlaunch.machines.link import LinkProcess, RankStreams
 from mlaunch.machines.wire import control_protocol
-from mlaunch.machines.wire.link_messages import Beat, Done, Planned
-from mlaunch.machines.wire.multiplex import Pieces
+from mlaunch.machines.wire.control_protocol import Pieces
+from mlaunch.machines.wire.machine_records import Beat, Done, Join, Planned, failure_of_record, shortened
 from mlaunch.protocol import channel
 from mlaunch.protocol import token as tokens
 from mlaunch.protocol.messages import ForPart, Waiting
 from mlaunch.protocol.server_messages import Ready
 from mlaunch.protocol.spec import Rendezvous
-from mlaunch.rendezvous import name_lookup, tcp_store
+from mlaunch.rendezvous import tcp_store
 from mlaunch.rendezvous.address import listen
-from mlaunch.rendezvous.event_loop import VARIABLE
 from tests.system.network import free_port
 from tests.unit.test_membership import roster_of
 
@@ -77,7 +74,7 @@ def served(token: str | None = TOKEN, store_limit: int | None = None) -> Iterato
 def gate(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     if request.param == "uvloop":
         pytest.importorskip("uvloop")
-        monkeypatch.delenv(VARIABLE)
+        monkeypatch.delenv(UVLOOP)
     with served() as server:
         yield server
 
@@ -184,7 +181,7 @@ def test_many_machines_join_and_hear_of_a_failure(gate: Served) -> None:
         all_here = Barrier(MACHINES)
         return await asyncio.gather(*(machine(index, all_here) for index in range(MACHINES)))
 
-    with ThreadPoolExecutor(16) as pool, name_lookup.from_files_only():  # as ranks do
+    with ThreadPoolExecutor(16) as pool, tcp_store.from_files_only():  # as ranks do
         results = asyncio.run(everyone())
     assert [text for index in range(MACHINES) for text in said[index]] == [
         f"{(number + 1) % RANKS} is here".encode() for number in range(RANKS)
@@ -361,7 +358,7 @@ def test_a_thousand_ranks_reach_the_store(gate: Served) -> None:
     thread = threading.Thread(target=asyncio.run, args=[splicing])
     thread.start()
     start = time.monotonic()
-    with ThreadPoolExecutor(16) as pool, name_lookup.from_files_only():  # as ranks do
+    with ThreadPoolExecutor(16) as pool, tcp_store.from_files_only():  # as ranks do
         connect = functools.partial(tcp_store.connect, "127.0.0.1", port, timedelta(seconds=60))
         clients = list(pool.map(lambda _: connect(), range(1024)))
     for rank, client in enumerate(clients):
@@ -679,8 +676,8 @@ def test_what_a_master_says_does_not_command_a_terminal() -> None:
     asyncio.run(talk())
     ours.close()
     theirs.close()
-    assert part_words.order_of({"freeze": evil}) == ForPart(NAME, 0, FreezeRanks(shown))
-    assert part_words.order_of({"stop_at": 3, "reason": evil}) == ForPart(NAME, 0, StopRanks(3, shown))
+    assert machines_link.order_of({"freeze": evil}) == ForPart(NAME, 0, FreezeRanks(shown))
+    assert machines_link.order_of({"stop_at": 3, "reason": evil}) == ForPart(NAME, 0, StopRanks(3, shown))
 
 
 def test_a_plan_that_leads_elsewhere_is_not_followed() -> None:
@@ -890,7 +887,7 @@ def test_a_master_that_is_lost_is_no_cause_on_its_own_machine(here: int) -> None
 
 def test_a_master_is_looked_for_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pauses between attempts double up to a limit: these would come to last for weeks."""
-    monkeypatch.setattr(link_process, "_RETRY_DELAYS", (0.001, 0.002))
+    monkeypatch.setattr(machines_link, "_RETRY_DELAYS", (0.001, 0.002))
     attempts: list[None] = []
 
     def turn_away(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -932,8 +929,8 @@ def test_joining_takes_its_time_off_the_deadline() -> None:
 
 
 def test_nobody_is_reminded_of_a_launch_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_FIRST_WORD_DELAY", "_REMINDER_DELAY", "_LOOK_DELAY"):
-        monkeypatch.setattr(joining_words, name, 0.0)
+    for name in ("_FIRST_MESSAGE_DELAY", "_REMINDER_DELAY", "_CHECK_DELAY"):
+        monkeypatch.setattr(machines_link, name, 0.0)
     heard = asyncio.run(heard_of_a_failure(strangers=20))  # of which each takes as long as some words
     kinds = [type(record) for record in heard]
     assert set(kinds[: kinds.index(Planned)]) == {Waiting}
@@ -972,7 +969,7 @@ def test_a_master_that_cannot_prove_the_token_decides_nothing(
     number: int, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A link tries again: somebody else may listen there for a while. Nothing of its own words is shown."""
-    monkeypatch.setattr(link_process, "_RETRY_DELAYS", (0.001, 0.002))
+    monkeypatch.setattr(machines_link, "_RETRY_DELAYS", (0.001, 0.002))
     beyond: list[bytes] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -1044,7 +1041,7 @@ def test_machines_that_fit_together() -> None:
         said = f"host h0 has {name}=, host h1 has {name}={value}"
         assert one.conflict(join(2, 2, 5, **{name: value})) == said
     assert one.conflict(join(2, 2, 5, max_restarts=3)) == "host h0 has max_restarts=0, host h1 has max_restarts=3"
-    assert one.conflict(join(1, 2, 5)) == "rank 1 would be on host h0 and on host h0: the rank_start overlap"
+    assert one.conflict(join(1, 2, 5)) == "rank 1 would be on host h0 and on host h0: give each its own rank_start"
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -1093,7 +1090,6 @@ def test_a_store_that_is_full_says_by_which_limit(capfd: pytest.CaptureFixture[s
         assert asyncio.run(fill(server.port)) == [(0, b""), (1, b"")]
     (line,) = capfd.readouterr().err.splitlines()
     assert line == (
-        "mlaunch: the store of this launch is full, and a rank that asked for more lost its connection: without a "
-        "token, strangers may reach it. Give token=, with which there is no limit, or MLAUNCH_STORE_LIMIT= with more "
-        "MiB"
+        "mlaunch: the store of this launch is full, and a rank that asked for more lost its connection. Without a "
+        "token, strangers may reach the store, so it has a limit: give token=, or more MiB by MLAUNCH_STORE_LIMIT="
     )

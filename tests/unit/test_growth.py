@@ -25,15 +25,14 @@ from mlaunch.forkserver import imports
 from mlaunch.insight.wire import WATCH
 from mlaunch.machines.gate.gate import Gate
 from mlaunch.machines.wire import control_protocol
-from mlaunch.machines.wire.multiplex import HEAD
+from mlaunch.machines.wire.control_protocol import HEAD
 from mlaunch.protocol import by_value, registry
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages import EndCall
 from mlaunch.rendezvous.address import LOOPBACK, listen
-from mlaunch.rendezvous.store_connection import StoreConnection
+from mlaunch.rendezvous.store_connection import _MAGIC, Asked, StoreConnection
 from mlaunch.rendezvous.store_keys import StoreKeys
-from mlaunch.rendezvous.torch_protocol import _MAGIC, Asked
 from mlaunch.sweeps.caller.report_log import ReportLog
 from tests.processes import said_in_fork
 from tests.soak import Samples

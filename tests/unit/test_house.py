@@ -25,9 +25,9 @@ MODULES = sorted(
     for path in (ROOT / "mlaunch").rglob("*.py")
 )
 NEEDS_TORCH = {"mlaunch.comm", "mlaunch.compat.rank.groups", "mlaunch.compat.rank.client"} | {
-    f"mlaunch.comm.rank{name}" for name in ("", ".exchange", ".local_group", ".reduction", ".seal", ".world")
+    f"mlaunch.comm.rank{name}" for name in ("", ".exchange", ".local_group", ".reduction", ".world")
 }
-NEEDS_TORCH |= {f"mlaunch.rendezvous.{name}" for name in ("barrier", "store_client", "waiting")}
+NEEDS_TORCH |= {"mlaunch.rendezvous.store_client"}
 
 
 # What peers' users call with as many arguments as they do, and the options of the decorator.

@@ -16,7 +16,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 import torch, torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
-from mlaunch.comm.rank import seal
+from mlaunch.comm.rank import exchange
 from mlaunch.rank import in_step
 from mlaunch.rendezvous import tcp_store
 from mlaunch.torch_parts import default_device, lacking, limits, operations, process_groups
@@ -40,7 +40,7 @@ def the_registry():
     in_step.begin_call(1)
     assert in_step.since_the_call()[in_step.GROUPS][1] is None  # which no rank is in step with
     assert len(in_step.entered().groups) == 1
-    assert seal._describe(dist.group.WORLD)
+    assert exchange._describe_group(dist.group.WORLD)
     process_groups.default_store().set("key", "value")
     told = lacking.everything()
     assert len(told) == 1 and "has no torch.distributed.distributed_c10d._world, so groups other than" in told[0], told

@@ -16,10 +16,9 @@ from mlaunch.base.exceptions import RankFailure
 from mlaunch.caller.running_launches import ask
 from mlaunch.engines import Ends
 from mlaunch.engines.caller import engine_names
-from mlaunch.engines.caller.launch.agents_of_machines import MergedAgent
-from mlaunch.engines.caller.launch.machine import Machine
-from mlaunch.engines.caller.launch.machines_inspection import MachinesInspection
-from mlaunch.engines.caller.launch.timeouts import Patience
+from mlaunch.engines.caller.launch.agents_of_machines import MergedAgent, Patience
+from mlaunch.engines.caller.launch.machines import Machine
+from mlaunch.engines.caller.launch.machines_requests import MachinesInspection
 from mlaunch.engines.wire.frame_stream import FrameStream
 from mlaunch.engines.wire.member_messages import FromAgent, MachineDone, ServerEnded
 from mlaunch.protocol.messages import Cancel
@@ -28,7 +27,7 @@ from tests.contract.test_engine_calls import LIMIT
 
 
 def test_a_machine_that_does_not_say_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlaunch.engines.caller.launch.machines_inspection._PATIENCE", 0.0)
+    monkeypatch.setattr("mlaunch.engines.caller.launch.machines_requests._PATIENCE", 0.0)
     ours, theirs = socket.socketpair()
     machine = Machine(0, Ends(os.dup(ours.fileno()), ours.detach()))
     machine.host, machine.prepared = "m0", cast(Any, SimpleNamespace(local_world_size=1))

@@ -15,20 +15,17 @@ import pytest
 from mlaunch.base import linux
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.text import printable
-from mlaunch.engines.caller.launch.machine import shown
-from mlaunch.machines.agent.linked_peers import LinkedPeers
-from mlaunch.machines.gate.membership import (
-    Join,
-    RoleRanks,
-    agreed_of_record,
-    failure_of_record,
-    placed,
-    role_ranks,
-    shortened,
-)
-from mlaunch.machines.gate.roster import Roster
+from mlaunch.engines.caller.launch.machines import shown
+from mlaunch.machines.agent import LinkedPeers
+from mlaunch.machines.gate.roster import RoleRanks, Roster, placed, role_ranks
 from mlaunch.machines.gate.store_process import GateConfig
 from mlaunch.machines.wire import control_protocol
+from mlaunch.machines.wire.machine_records import (
+    Join,
+    agreed_of_record,
+    failure_of_record,
+    shortened,
+)
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.spec import Agreed, Rendezvous
 from mlaunch.rendezvous import address

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from mlaunch.caller.report.launch_report import LaunchReport, RankReport, Span
-from mlaunch.profile.caller import merged_trace
-from mlaunch.profile.caller.merged_trace import CutTraceError, events_of
+from mlaunch.profile import caller as profile_caller
+from mlaunch.profile.caller import CutTraceError, events_of
 
 BEGUN = 1_000_000.0  # seconds of the epoch
 BASE = 999_000 * 10**9  # nanoseconds
@@ -58,7 +58,7 @@ def merged(path: Path) -> list[dict[str, Any]]:
 def test_ranks_of_one_number_are_told_apart(tmp_path: Path) -> None:
     """Also where their processes have one number, as on two machines, or in two containers."""
     parts = {rank: part(tmp_path, rank, of_rank(42)) for rank in (0, 1)}
-    assert merged_trace.write(str(tmp_path / "whole"), report(42, 42), parts, compressed=False) == {}
+    assert profile_caller.write_trace(str(tmp_path / "whole"), report(42, 42), parts, compressed=False) == {}
     events = merged(tmp_path / "whole")
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {
@@ -76,7 +76,7 @@ def test_ranks_of_one_number_are_told_apart(tmp_path: Path) -> None:
 def test_all_times_count_from_the_call(tmp_path: Path) -> None:
     """The parts count from another moment than the launch."""
     whole = tmp_path / "whole"
-    merged_trace.write(str(whole), report(42), {0: part(tmp_path, 0, of_rank(42))}, compressed=False)
+    profile_caller.write_trace(str(whole), report(42), {0: part(tmp_path, 0, of_rank(42))}, compressed=False)
     found = {event["name"]: (event["ts"], event["dur"]) for event in merged(whole) if event["ph"] == "X"}
     assert found == {"run": (1e6, 2e6), "add": (2e6, 1.5)}
     assert json.loads(whole.read_text())["baseTimeNanoseconds"] == BEGUN * 1e9
@@ -84,7 +84,7 @@ def test_all_times_count_from_the_call(tmp_path: Path) -> None:
 
 def test_a_rank_without_a_part_has_its_timeline(tmp_path: Path) -> None:
     whole = tmp_path / "whole.gz"
-    merged_trace.write(str(whole), report(42, 43), {}, compressed=True)
+    profile_caller.write_trace(str(whole), report(42, 43), {}, compressed=True)
     with gzip.open(whole) as file:
         events = json.load(file)["traceEvents"]
     assert [(event["name"], event["pid"]) for event in events if event["ph"] == "X"] == [("run", 1000), ("run", 2000)]
@@ -94,7 +94,7 @@ def test_a_rank_without_a_part_has_its_timeline(tmp_path: Path) -> None:
 def test_a_part_that_was_cut(tmp_path: Path, end: str) -> None:
     """What came whole stands there, and the rest is told."""
     parts = {0: part(tmp_path, 0, of_rank(42), end), 1: part(tmp_path, 1, of_rank(43))}
-    lacks = merged_trace.write(str(tmp_path / "whole"), report(42, 43), parts, compressed=False)
+    lacks = profile_caller.write_trace(str(tmp_path / "whole"), report(42, 43), parts, compressed=False)
     assert lacks == {0: "it ends too early"}
     assert [event["pid"] for event in merged(tmp_path / "whole") if event["name"] == "add"] == [1000, 2000]
 
@@ -115,7 +115,7 @@ def test_values_that_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.Monke
     assert dict(whole[:4])["baseTimeNanoseconds"] == BASE
     assert [value for name, value in whole if name == "traceEvents"] == of_rank(42)
     for size in (1, 2, 3, 7, 100):
-        monkeypatch.setattr(merged_trace, "_READ", size)
+        monkeypatch.setattr(profile_caller, "_READ", size)
         assert list(events_of(path)) == whole
 
 
@@ -125,7 +125,7 @@ def test_memory_does_not_grow_with_the_trace(tmp_path: Path) -> None:
     path = part(tmp_path, 0, [filler] * 20_000)
     assert (size := Path(path).stat().st_size) > 30 << 20
     tracemalloc.start()
-    merged_trace.write(str(tmp_path / "whole"), report(42), {0: path}, compressed=True)
+    profile_caller.write_trace(str(tmp_path / "whole"), report(42), {0: path}, compressed=True)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < size / 3
@@ -134,6 +134,6 @@ def test_memory_does_not_grow_with_the_trace(tmp_path: Path) -> None:
 def test_ranks_of_several_machines_have_the_times_of_their_own_clocks(tmp_path: Path) -> None:
     told = report(42, 42)
     told = replace(told, ranks=tuple(replace(rank, host=f"n{rank.rank}") for rank in told.ranks))
-    merged_trace.write(str(tmp_path / "whole"), told, {}, compressed=False)
+    profile_caller.write_trace(str(tmp_path / "whole"), told, {}, compressed=False)
     labels = [event["args"]["labels"] for event in merged(tmp_path / "whole") if event["name"] == "process_labels"]
     assert labels == ["clock of n0", "clock of n1"]

@@ -13,12 +13,10 @@ from typing import Any
 import pytest
 
 from mlaunch.base import own_process
+from mlaunch.numa import caller as numa_caller
 from mlaunch.numa import command, member
-from mlaunch.numa.caller import order
-from mlaunch.numa.caller.machine_devices import devices_of
-from mlaunch.numa.rank.binding import Binding, bindings, lines, threads_of
-from mlaunch.numa.rank.seats import seats_of
-from mlaunch.numa.rank.topology import Topology
+from mlaunch.numa.caller import devices_of
+from mlaunch.numa.rank import Binding, Topology, bindings, lines, seats_of, threads_of
 from mlaunch.numa.wire import MODES, NumaOrder, PciDevice
 from mlaunch.run.command.flags import as_flag
 
@@ -146,8 +144,8 @@ ROWS: list[tuple[str, Machine, str, dict[str, Any], list[str]]] = [
     ("two models in order", MIXED, "node", {"own": "0,1", "environ": {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}},
      ["0-3", "4-7"]),
     ("no /sys", BARE, "node", {"runtime": "cpu", "ranks": 2}, ["this system does not say which CPUs are near"] * 2),
-    ("no devices known", CPUS, "node", {"own": "0"}, ["where cuda devices are is not known here"]),
-    ("another accelerator", CPUS, "node", {"own": "0", "runtime": "xpu"}, ["where xpu devices are is not known"]),
+    ("no devices known", CPUS, "node", {"own": "0"}, ["this system does not say where its cuda devices are"]),
+    ("another accelerator", CPUS, "node", {"own": "0", "runtime": "xpu"}, ["this system does not say where its xpu"]),
     ("on CPUs, fewer ranks", CPUS, "node", {"runtime": "cpu", "ranks": 2}, ["0-3", "4-11"]),
     ("on CPUs, one rank", CPUS, "node", {"runtime": "cpu", "ranks": 1}, ["0-11"]),
     ("on CPUs, more ranks", CPUS, "node", {"runtime": "cpu", "ranks": 4}, ["0-3", "0-3", "4-7", "8-11"]),
@@ -357,9 +355,9 @@ def test_a_machine_of_an_engine_looks_for_its_own(written: Written, monkeypatch:
 
 def test_lists_are_checked_where_the_ranks_will_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The caller of an engine has another machine's number of ranks, and no environment of theirs."""
-    monkeypatch.setattr(order, "ROOT", str(tmp_path))
+    monkeypatch.setattr(numa_caller, "ROOT", str(tmp_path))
     cpu = min(os.sched_getaffinity(0))
-    made = order.part(SimpleNamespace(numa=f"{cpu}", numa_memory=None), as_flag)
+    made = numa_caller.part(SimpleNamespace(numa=f"{cpu}", numa_memory=None), as_flag)
     there: Any = SimpleNamespace(local_world_size=2, context=SimpleNamespace(environ={}))
     here: Any = SimpleNamespace(local_world_size=2, context=SimpleNamespace(environ={"HOME": "/"}))
     made.planned(there)

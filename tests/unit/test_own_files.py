@@ -16,7 +16,7 @@ from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.files import LogFile, new_directory
 from mlaunch.core.load import as_keyword
 from mlaunch.leases.caller import lease_directory
-from mlaunch.profile.caller.trace_file import CallTrace
+from mlaunch.profile.caller import CallTrace
 from mlaunch.profile.rank import StepProfile
 from mlaunch.profile.wire import ProfileOrder, TracePart
 from mlaunch.protocol import launch_files, registry

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mlaunch.slow.agent.other_machines import verdict_of_word, waits_of_word, word_of_verdict, word_of_waits
+from mlaunch.slow.agent import verdict_of_word, waits_of_word, word_of_verdict, word_of_waits
 from mlaunch.slow.wire import SlowRanks, Waits, WaitsOfRank
 
 MEMBERS = tuple(range(64))

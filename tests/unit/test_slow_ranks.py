@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from mlaunch.slow.agent.comparison import Comparison
+from mlaunch.slow.agent import Comparison
 from mlaunch.slow.wire import Waits, WaitsOfRank
 
 MEMBERS = (0, 1, 2, 3)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from benchmarks.operations import clients, of_joining
 from mlaunch.base.text import name_some_ranks
-from mlaunch.machines.gate import store_service
+from mlaunch.machines.gate import gate
 from mlaunch.rendezvous.store_keys import StoreKeys
 from tests.unit.stores import store_of_a_launch, store_of_torch
 
@@ -78,7 +78,7 @@ def test_a_machine_that_does_not_read_is_not_listened_to(monkeypatch: pytest.Mon
                 done.append(f"hears {stream}")
                 yield stream, b"\xff"  # which no client of torch's store says
 
-    monkeypatch.setattr(store_service, "Pieces", Crowded)
+    monkeypatch.setattr(gate, "Pieces", Crowded)
     nobody: Any = None
-    asyncio.run(store_service.serve_store(StoreKeys(), nobody, nobody))
+    asyncio.run(gate.serve_store(StoreKeys(), nobody, nobody))
     assert done == ["hears 0", "answers 0", "waits", "hears 1", "answers 1", "waits"]

@@ -1,7 +1,7 @@
 """Torch's own clients at our store, through link and gate: whatever they ask, they are answered as by torch's store.
 
 Their language is torch's own affair. When this file fails with a new torch,
-``mlaunch/rendezvous/torch_protocol.py`` is to learn what is new; until then launches over several machines do not
+``mlaunch/rendezvous/store_connection.py`` is to learn what is new; until then launches over several machines do not
 work with it.
 """
 
@@ -19,12 +19,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mlaunch.rendezvous import name_lookup, store_keys
+from mlaunch.rendezvous import store_keys, tcp_store
 from mlaunch.rendezvous.address import LOOPBACK, listen
-from mlaunch.rendezvous.store_connection import StoreConnection
+from mlaunch.rendezvous.store_connection import _MAGIC, Asked, Requests, StoreConnection, UnknownRequestError
 from mlaunch.rendezvous.store_keys import StoreKeys
 from mlaunch.rendezvous.tcp_store import connect
-from mlaunch.rendezvous.torch_protocol import _MAGIC, Asked, Requests, UnknownRequestError
 from tests.unit.stores import store_of_a_launch, store_of_one_machine, store_of_torch
 
 SHORT = timedelta(milliseconds=50)
@@ -37,7 +36,7 @@ def port(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def client(port: int) -> Any:
-    with name_lookup.from_files_only():
+    with tcp_store.from_files_only():
         return connect(LOOPBACK, port, timedelta(seconds=60))
 
 
@@ -67,7 +66,9 @@ def test_a_request_that_no_torch_has_made_is_refused_and_told_once(caplog: pytes
         with pytest.raises(UnknownRequestError, match="request 200"):
             connection.feed(pieces[-1])
     [told] = [record.getMessage() for record in caplog.records]
-    assert re.search(r"\(request 200\), and refused: torch \S+ asks otherwise .* \(2\.6 to [\d.]+\); install one", told)
+    assert re.search(
+        r"\(request 200\), and has refused it: torch \S+ makes .* \(2\.6 to [\d.]+\) do not make; install", told
+    )
 
 
 def test_values(port: int) -> None:

@@ -10,14 +10,14 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from mlaunch.machines.gate.store_service import serve_store
-from mlaunch.machines.link import streams
-from mlaunch.machines.link.streams import RankStreams
-from mlaunch.machines.wire import multiplex
-from mlaunch.machines.wire.multiplex import HEAD, Pieces
+from mlaunch.machines import link as machines_link
+from mlaunch.machines.gate.gate import serve_store
+from mlaunch.machines.link import RankStreams
+from mlaunch.machines.wire import control_protocol
+from mlaunch.machines.wire.control_protocol import HEAD, Pieces
 from mlaunch.rendezvous.address import LOOPBACK, listen
+from mlaunch.rendezvous.store_connection import GIVEN_UP, GO, LONGEST, SIZE, Asked
 from mlaunch.rendezvous.store_keys import StoreKeys
-from mlaunch.rendezvous.torch_protocol import GIVEN_UP, GO, LONGEST, SIZE, Asked
 
 VALIDATE = b"\0\xce\xf7\x85\x3c"
 
@@ -89,7 +89,7 @@ def test_a_rank_waits_while_the_gate_does_not_read() -> None:
 
     kept, came = asyncio.run(flood())
     assert came == VALIDATE + LARGE
-    assert kept < 2 * streams._AHEAD
+    assert kept < 2 * machines_link._AHEAD
 
 
 def test_streams_are_numbered_as_they_first_speak() -> None:
@@ -245,7 +245,7 @@ def test_waits_of_a_machine_are_forgotten_with_it() -> None:
 def test_a_piece_that_is_too_large_ends_the_connection() -> None:
     async def speak() -> None:
         near, far = socket.socketpair()
-        far.send(HEAD.pack(0, multiplex.LONGEST + 1))
+        far.send(HEAD.pack(0, control_protocol.LONGEST + 1))
         reader, writer = await asyncio.open_connection(sock=near)
         with far, contextlib.closing(writer), pytest.raises(ConnectionError, match="no piece of a stream"):
             await asyncio.wait_for(serve_store(StoreKeys(), reader, writer), 60)

@@ -21,7 +21,7 @@ from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.protocol.server_messages import Ready
 from mlaunch.rank.setup import device, environment
-from mlaunch.rendezvous import tcp_store, waiting
+from mlaunch.rendezvous import store_client, tcp_store
 from mlaunch.rendezvous.address import LOOPBACK, listen
 from mlaunch.rendezvous.store_client import StoreClient
 
@@ -158,9 +158,9 @@ class Unclonable:
 def test_waiting_at_a_store_that_cannot_be_cloned() -> None:
     store = dist.HashStore()
     unclonable: Any = Unclonable(store)
-    assert not waiting.wait_for(unclonable, "key", 0.01)
+    assert not store_client.wait_for(unclonable, "key", 0.01)
     threading.Timer(0.01, store.set, ("key", "value")).start()
-    assert waiting.wait_for(unclonable, "key", 60)
+    assert store_client.wait_for(unclonable, "key", 60)
 
 
 @pytest.mark.parametrize(("release", "refused"), [("2.5.1", True), ("2.6.0+debian", False), ("3.0.0a0", False)])

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from mlaunch.machines.gate.membership import Join
+from mlaunch.compat.wire import Signer
 from mlaunch.machines.gate.store_process import GateConfig, StoreProcess
 from mlaunch.machines.wire import control_protocol
+from mlaunch.machines.wire.machine_records import Join
 from mlaunch.protocol import token as tokens
 from mlaunch.rendezvous.address import LOOPBACK, listen
-from mlaunch.rendezvous.secret import Signer
 
 TOKEN = "the word that all machines know"
 KEY = tokens.key_of(TOKEN)

@@ -14,11 +14,13 @@ If a value cannot be pickled, its size says so to all ranks: all raise, and none
 from __future__ import annotations
 
 import functools
+import hmac
 import io
 import mmap
 import pickle
 import struct
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,11 +28,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mlaunch.comm.rank import seal, world
-from mlaunch.protocol import explain
+from mlaunch.comm.rank import world
+from mlaunch.protocol import explain, this_rank
 from mlaunch.protocol.pickling import pickle_by_name
+from mlaunch.torch_parts import process_groups
 
-# These are not sealed, either: they are bytes, which are never executed.
+_SEAL_SIZE = 32  # bytes that a blob begins with
 _LARGE = 1024 * 1024  # bytes from which a buffer is sent by itself
 # One step for all: each broadcast waits for its root, so small objects of many ranks would take as many turns.
 _PADDED = 64 * 1024  # bytes up to which blobs are gathered in one step, padded
@@ -136,7 +139,7 @@ def _pack(value: object) -> _Packed:
     except Exception as error:  # whatever a __reduce__ may raise
         return _Packed(error=error, culprit=explain.unpicklable(value, "it"))
     raws = [buffer.raw() for buffer in parts.buffers]
-    blob = bytearray(seal.SIZE) + _COUNT.pack(file.tell(), len(raws))
+    blob = bytearray(_SEAL_SIZE) + _COUNT.pack(file.tell(), len(raws))
     blob += b"".join(_SIZE.pack(raw.nbytes) for raw in raws)
     blob += file.getbuffer()
     for raw in raws:
@@ -153,8 +156,8 @@ def _room(size: int) -> Any:
 
 def _unpack(blob: Any, receive: Callable[[Any], Any]) -> Any:
     view = memoryview(blob)
-    stream_size, count = _COUNT.unpack_from(view, seal.SIZE)
-    start = seal.SIZE + _COUNT.size
+    stream_size, count = _COUNT.unpack_from(view, _SEAL_SIZE)
+    start = _SEAL_SIZE + _COUNT.size
     sizes = [size for (size,) in _SIZE.iter_unpack(view[start : start + count * _SIZE.size])]
     start += count * _SIZE.size
     stream, at = view[start : start + stream_size], start + stream_size
@@ -190,7 +193,7 @@ def _raise_if_unpicklable(sizes: list[int], mine: _Packed, link: _Link, what: st
             f"{what}: what this rank passed cannot be pickled: {mine.culprit} ({mine.error})"
         ) from mine.error
     if failed:
-        raise TypeError(f"{what}: rank {failed[0]} passed what cannot be pickled (its own error names it)")
+        raise TypeError(f"{what}: rank {failed[0]} passed a value that cannot be pickled (its own error names it)")
 
 
 class _Link:
@@ -200,7 +203,7 @@ class _Link:
         self.group = group
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self.seal = seal.Seal(group)
+        self.seal = Seal(group)
 
     def rank_of(self, index: int) -> int:
         return dist.get_global_rank(self.group, index)
@@ -209,9 +212,9 @@ class _Link:
         """Return a blob that this rank of the group has sent for this exchange. ValueError for any other."""
         if not self.seal.holds(blob, index):
             raise ValueError(
-                f"{what}: what came in the name of rank {self.rank_of(index)} is not what that rank sent here, so "
-                f"nothing of it was unpickled: either the ranks are in different calls of mlaunch.comm, or another "
-                f"process that reaches their ports stands between them, against which SECURITY.rst has advice"
+                f"{what}: what came as rank {self.rank_of(index)}'s was not sent by that rank for this call, so "
+                f"nothing of it was unpickled. Either the ranks are in different calls of mlaunch.comm, or another "
+                f"process that reaches their ports has put itself between them (see SECURITY.rst)"
             )
         return blob
 
@@ -246,3 +249,72 @@ def _chunks(buffer: Any) -> Iterator[torch.Tensor]:
     whole = memoryview(buffer).cast("B")
     for start in range(0, whole.nbytes, _CHUNK):
         yield torch.frombuffer(whole[start : start + _CHUNK], dtype=torch.uint8)
+
+
+@dataclass
+class _Count:
+    """The exchanges of one group since the call began, which every member begins in the same order."""
+
+    group: bytes  # its name, its members, and which of those with both it is in this call
+    call: int
+    exchanges: int = 0
+
+
+@dataclass
+class _GroupNumbers:
+    """How many groups of a description there were in a call; the same in all members, which make them in one order."""
+
+    call: int = -1
+    of: Counter[bytes] = field(default_factory=Counter)
+
+
+_numbers = _GroupNumbers()
+_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, _Count] = weakref.WeakKeyDictionary()
+
+
+class Seal:
+    """The seal (a MAC) of the next exchange of a group, made with the launch's secret.
+
+    Ranks find each other through a store that other users of their machines may reach, so anybody may be at the other
+    end of a connection. The seal holds for one rank's object in one exchange of one group: what was sent before, by
+    somebody else, or in another group is refused like what was never sent, and not unpickled.
+
+    Ranks of other launchers share no secret. What they exchange is checked only against accidents.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        me, call = this_rank.this_rank, this_rank.call
+        self._secret = (me.secret if me is not None else "").encode()
+        count = _counts.get(group)
+        if count is None or count.call != call:  # one that was broken off may have left members with different counts
+            count = _counts[group] = _Count(_numbered_group(_describe_group(group), call), call)
+        count.exchanges += 1
+        # Group, call and number: what was sent before, or elsewhere, bears another code.
+        self._place = b"mlaunch object\0%d\0%d\0%b\0" % (call, count.exchanges, count.group)
+
+    def put(self, blob: bytearray, source: int) -> None:
+        """Write the code into the blob's first bytes. ``source``: the rank within the group that sends it."""
+        blob[:_SEAL_SIZE] = self._code(memoryview(blob), source)
+
+    def holds(self, blob: Any, source: int) -> bool:
+        """True if that rank of the group has sent these bytes, in this exchange."""
+        view = memoryview(blob)
+        return hmac.compare_digest(bytes(view[:_SEAL_SIZE]), self._code(view, source))
+
+    def _code(self, view: memoryview, source: int) -> bytes:
+        code = hmac.new(self._secret, self._place + b"%d\0" % source, "sha256")
+        code.update(view[_SEAL_SIZE:])
+        return code.digest()
+
+
+def _numbered_group(group: bytes, call: int) -> bytes:
+    """Return a name that no group of this call has had: a default group that is made again has the name of the last."""
+    if _numbers.call != call:
+        _numbers.call, _numbers.of = call, Counter()
+    _numbers.of[group] += 1
+    return b"%b\0%d" % (group, _numbers.of[group])
+
+
+def _describe_group(group: dist.ProcessGroup) -> bytes:
+    ranks = dist.get_process_group_ranks(group)
+    return f"{process_groups.name_of(group)}\0{','.join(map(str, ranks))}".encode()

@@ -41,7 +41,7 @@ def local() -> Local:
     if dist.get_world_size() == 1:
         return Local(0, 1)
     raise RuntimeError(
-        "which ranks share a machine is not known here: the launcher set no LOCAL_RANK and LOCAL_WORLD_SIZE; "
+        "this process does not know which ranks share a machine: the launcher set no LOCAL_RANK and LOCAL_WORLD_SIZE; "
         "have all ranks call create_local_process_group() first"
     )
 

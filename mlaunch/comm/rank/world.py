@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mlaunch.base.text import name_ranks
-from mlaunch.rendezvous.barrier import Barrier, NotAllCameError
+from mlaunch.rendezvous.store_client import Barrier, NotAllCameError
 from mlaunch.torch_parts import process_groups
 
 

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Sequence
 
 from mlaunch.base.unfollowed import not_followed
-from mlaunch.rendezvous import secret
+from mlaunch.compat import wire
 from mlaunch.rendezvous.address import LOOPBACK, listen
 
 _KILLED_TIMEOUT = 5.0  # seconds
@@ -58,8 +58,8 @@ class Server:
                     # Ctrl-C in a terminal goes to the whole foreground group; it must not end the server.
                     start_new_session=True,
                 )
-        self.secret = secret.draw()
-        name = secret.variable(self.py_server_port)
+        self.secret = wire.draw_secret()
+        name = wire.variable_of(self.py_server_port)
         os.environ[name] = self.secret
         # Unlike __del__, this runs at the interpreter's end before modules are gone.
         self._close = weakref.finalize(self, _end, self._process, name)
@@ -97,8 +97,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     listener = listen(args.address, args.port)
     address, port = listener.getsockname()[:2]
     print(f"serving at {address}, port {port}", flush=True)
-    if secret.known(port) is None:
-        print(f"clients need {secret.variable(port)}={secret.draw()} in their environment", flush=True)
+    if wire.known_secret(port) is None:
+        print(f"clients need {wire.variable_of(port)}={wire.draw_secret()} in their environment", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
         store = serve(listener)
         while store is not None:

@@ -16,10 +16,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mlaunch.rendezvous.barrier import Barrier, NotAllCameError, Turn
-from mlaunch.rendezvous.secret import Signer, known, variable
+from mlaunch.compat.wire import Signer, known_secret, variable_of
+from mlaunch.rendezvous.store_client import Barrier, NotAllCameError, Turn, wait_for
 from mlaunch.rendezvous.tcp_store import connect
-from mlaunch.rendezvous.waiting import wait_for
 
 _SPACE = "mlaunch/user"
 _NOTHING = "nothing"  # neither a pickle nor a number
@@ -61,9 +60,9 @@ class Client:
         self._store: Any = dist.PrefixStore(_SPACE, store)  # its annotations lack bytes and ``append``
         self._timeout = timeout
         self._seen: dict[str, int] = {}  # by place: the highest version
-        secret = known(port) if secret is None else secret
+        secret = known_secret(port) if secret is None else secret
         self._signer = None if secret is None else Signer(secret)
-        self._variable = variable(port)
+        self._variable = variable_of(port)
 
     def user_set(self, key: str, val: Any) -> None:
         """Set a picklable value under a name, in place of an earlier one. Does not wait."""

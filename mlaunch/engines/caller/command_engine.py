@@ -8,18 +8,14 @@ import shlex
 import socket
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from mlaunch.base import linux
 from mlaunch.base.exceptions import LaunchError
 from mlaunch.engines.caller.engine import Engine, Words
-from mlaunch.engines.caller.launch.machine import shown
+from mlaunch.engines.caller.launch.machines import shown
 from mlaunch.engines.caller.placement import Ends, Placement, Processes
-from mlaunch.engines.wire.first_process import MARK, Lead, Mux, Where
+from mlaunch.engines.wire.first_process import MARK, CarriedStream, Lead, Mux, Where
 from mlaunch.engines.wire.frame_stream import FrameStream
-
-if TYPE_CHECKING:
-    from mlaunch.engines.wire.member_streams import CarriedStream
 
 _MODULE = "mlaunch.engines.member.started_together"
 _READ = 65536

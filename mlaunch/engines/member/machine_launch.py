@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from mlaunch.agreed_stop.wire import NAME, AskToStop
-from mlaunch.base import signals
+from mlaunch.base import linux, signals
 from mlaunch.base.fds import KeptFd, close_all, ready
 from mlaunch.caller.launch.watchdog import Killed, Limits, remove_names
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.core.load import MachineParts
-from mlaunch.engines.member.heartbeat import CallersHeartbeat
 from mlaunch.engines.wire.frame_stream import NoiseError
 from mlaunch.engines.wire.member_messages import (
     Alive,
     FromAgent,
     Heartbeat,
     MachineDone,
+    MembersStream,
     Printed,
     Reports,
     Rows,
@@ -31,6 +34,7 @@ from mlaunch.engines.wire.member_messages import (
 )
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.messages import (
+    AgentSays,
     AgentStarted,
     CallOver,
     Cancel,
@@ -54,16 +58,14 @@ from mlaunch.protocol.messages import (
 from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.server_messages import BoardFds
 
-if TYPE_CHECKING:
-    from mlaunch.engines.wire.member_streams import MembersStream
-    from mlaunch.protocol.messages import AgentSays
-
-
 _READ, _PIPE = 32768, 65536  # bytes of a rank's output: per read, and in a full pipe
 _FULL = 1 << 20  # bytes waiting to be sent, above which ranks that print must wait
-_LOOK_DELAY = 0.2  # seconds between looks at the board
+_ROWS_DELAY = 0.2  # seconds between two reads of the board
 _WITH_CONTENT = (RankAnswered, RankGone, RanksBack, RanksStand, Told)
 _CallRecord = NextCall | EndCall | MeetAgain | EndRanks | ForPart
+_FAREWELL_TIMEOUT = 60.0  # seconds for the command that gives the machines back
+_FAREWELLS, _FAREWELL_DELAY = 60, 5.0  # attempts to give them back, and seconds between; a controller may be down
+_OTHERS_DELAY = 1.0  # seconds for the other machines to say why they leave, before all are given back
 
 
 class MachineLaunch:
@@ -245,7 +247,7 @@ class MachineLaunch:
         self._stream.send(FromAgent(CallOver(record.number)))
 
     def _tell_rows(self) -> None:
-        self._look_at = time.monotonic() + _LOOK_DELAY
+        self._look_at = time.monotonic() + _ROWS_DELAY
         for record in self._news.of(self._board) if self._board is not None else ():
             self._stream.send(record)
 
@@ -308,3 +310,56 @@ class SignalsHere:
         """Return the name of a signal that has come, once; "" if none has."""
         reason, self._reason = self._reason, ""
         return reason
+
+
+class CallersHeartbeat:
+    """The heartbeat of the caller: a machine that receives nothing in time leaves.
+
+    The caller's side, and why one is needed, is in ``mlaunch/engines/caller/launch/heartbeats.py``. ``last``: the last
+    one received; None: none yet, and the machine stays.
+    """
+
+    def __init__(self, stream: MembersStream) -> None:
+        self._stream = stream
+        self._told = False
+        self.last: Heartbeat | None = None
+
+    @property
+    def left(self) -> float:
+        """The seconds until the caller counts as lost, if nothing comes before."""
+        return math.inf if self.last is None else self._stream.heard_at + self.last.timeout - time.monotonic()
+
+    @property
+    def over(self) -> bool:
+        """True if nothing has come in time, not even data that this process was too busy to read."""
+        return self.left <= 0 and not linux.wait_readable([self._stream.incoming], 0.0)
+
+    def milliseconds(self) -> float | None:
+        """Return how many milliseconds a poll may take; None: no limit."""
+        return None if self.last is None else 1000 * max(0.0, self.left)
+
+    def tell(self) -> None:
+        """Print why this machine leaves, once."""
+        if self.last is None or self._told:
+            return
+        self._told = True
+        text = f"mlaunch: nothing has come from the caller for {self.last.timeout:g} s, so this machine leaves"
+        print(text, file=sys.stderr, flush=True)
+
+    def leave(self) -> None:
+        """Print why this machine leaves, and give the machines back. Call it when no process of the launch is left."""
+        self.tell()
+        if self.last is not None and self.last.farewell:
+            time.sleep(_OTHERS_DELAY)
+            for _ in range(_FAREWELLS):
+                # By this process, since the caller that would give the machines back is gone.
+                with contextlib.suppress(subprocess.SubprocessError):
+                    subprocess.run(
+                        self.last.farewell,
+                        check=True,
+                        stdin=subprocess.DEVNULL,
+                        stdout=sys.stderr,
+                        timeout=_FAREWELL_TIMEOUT,
+                    )
+                    return
+                time.sleep(_FAREWELL_DELAY)

@@ -24,18 +24,15 @@ import threading
 from collections import deque
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from mlaunch.base import linux
 from mlaunch.engines.member import main as program
 from mlaunch.engines.member import member
-from mlaunch.engines.wire.first_process import MARK, Lead, Mux, Where, limit_reads, without_delay
+from mlaunch.engines.wire.first_process import MARK, CarriersStream, Lead, Mux, Where, limit_reads, without_delay
 from mlaunch.engines.wire.frame_stream import FrameStream
 from mlaunch.engines.wire.member_messages import command_of, patience_of
 from mlaunch.rendezvous.address import LOOPBACK, addresses
-
-if TYPE_CHECKING:
-    from mlaunch.engines.wire.member_streams import CarriersStream
 
 _STRANGER_TIMEOUT = 30  # seconds in which a process that connects must prove that it knows the secret
 _STRANGERS = 64  # connections at a time that have not proved it: each has a thread

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import TypeAlias
 
 from mlaunch.engines.wire.frame_stream import FrameStream
 
@@ -113,6 +114,11 @@ class Carried:
 
     number: int
     data: bytes
+
+
+# The caller's end, and that of the first of the processes, which carries the streams of all.
+CarriedStream: TypeAlias = FrameStream[Carried, Lead | Carried]
+CarriersStream: TypeAlias = FrameStream[Lead | Carried, Carried]
 
 
 @dataclass

@@ -13,13 +13,22 @@ import importlib.metadata
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 from mlaunch._version import __version__
+from mlaunch.engines.wire.frame_stream import FrameStream
+from mlaunch.protocol.messages import (
+    AgentSays,
+    Cancel,
+    EndCall,
+    EndRanks,
+    ForPart,
+    MeetAgain,
+    NextCall,
+    PartSays,
+    Question,
+)
 from mlaunch.protocol.spec import Details, Target
-
-if TYPE_CHECKING:
-    from mlaunch.protocol.messages import AgentSays
 
 MARK = b"mlaunch-member "
 MODULE = "mlaunch.engines.member.main"
@@ -205,3 +214,16 @@ class ServerEnded:
     """A member's record that its fork server has ended, and the launch with it. ``what``: how the server ended."""
 
     what: str
+
+
+# A member also receives the records for its launch's agent.
+MemberHears = (
+    (Heartbeat | AskOffer | Listen | Reach | Start)
+    | (Cancel | Question | NextCall | EndCall | MeetAgain | EndRanks | ForPart)
+)  # fmt: skip
+MemberSays = (
+    MemberAnswer
+    | (FromAgent | Printed | Rows | Reports | Alive | ServerEnded | PartSays | MachineDone)
+)  # fmt: skip
+CallersStream: TypeAlias = FrameStream[MemberSays, MemberHears]
+MembersStream: TypeAlias = FrameStream[MemberHears, MemberSays]

@@ -7,14 +7,11 @@ from typing import Any
 
 import opentelemetry.trace as trace
 
-from mlaunch.events.caller.sinks import EventSink
 
-
-class SpanSink(EventSink):
-    """A sink that makes a span for each attempt, as a child of the caller's current one, with events in it."""
+class EventSpans:
+    """A span for each attempt, as a child of the caller's current one, with events in it."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._span: trace.Span | None = None
 
     def close(self) -> None:
@@ -22,7 +19,7 @@ class SpanSink(EventSink):
         if span is not None:
             span.end()
 
-    def _take(self, event: Mapping[str, Any]) -> None:
+    def take(self, event: Mapping[str, Any]) -> None:
         if self._span is None:
             self._span = trace.get_tracer("mlaunch").start_span(f"mlaunch {event['function']}")
         if event["event"] == "end":

@@ -81,7 +81,7 @@ class Complaints:
         if address not in self._turned_away and len(self._turned_away) < _MOST:
             self._turned_away.add(address)
             self._tell(
-                f"{address} came {came} and was turned away; if it is a machine of this launch, give it "
+                f"a connection from {address} {came} was turned away; if that is a machine of this launch, give it "
                 f"the token= or MLAUNCH_TOKEN of this one"
             )
 
@@ -90,9 +90,9 @@ class Complaints:
         if not self._told_full:
             self._told_full = True
             self._tell(
-                f"the store of this launch is full, and a rank that asked for more lost its connection: without a "
-                f"token, strangers may reach it. Give token=, with which there is no limit, or {store_keys.VARIABLE}= "
-                f"with more MiB"
+                f"the store of this launch is full, and a rank that asked for more lost its connection. Without a "
+                f"token, strangers may reach the store, so it has a limit: give token=, or more MiB by "
+                f"{store_keys.VARIABLE}="
             )
 
     def _tell(self, text: str) -> None:

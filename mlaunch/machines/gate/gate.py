@@ -16,26 +16,29 @@ import asyncio
 import contextlib
 import secrets
 import socket
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mlaunch.machines.gate import membership
+from mlaunch.agreed_stop.wire import AgreedStop, is_look
 from mlaunch.machines.gate.admission import PATIENCE, Admission, Complaints, Guest
-from mlaunch.machines.gate.gate_stop import GateStop
-from mlaunch.machines.gate.roster import Roster
-from mlaunch.machines.gate.store_service import serve_store
-from mlaunch.machines.wire import control_protocol
+from mlaunch.machines.gate.roster import Roster, placed, role_ranks
+from mlaunch.machines.wire import control_protocol, machine_records
+from mlaunch.machines.wire.control_protocol import Pieces, Record
 from mlaunch.protocol.messages import CAUSE_DELAY
-from mlaunch.rendezvous.store_keys import StoreKeys
+from mlaunch.rendezvous.store_connection import StoreConnection
+from mlaunch.rendezvous.store_keys import StoreFullError, StoreKeys
 
 _CLOSE_TIMEOUT = 1.0  # seconds for the others to close when all is over
 _WORD_DELAY = 0.1, 0.002  # seconds before the gate tells waiting machines who has joined: at least, and per machine
 BEATS = 5  # heartbeats within the time after which a machine counts as lost
+_REASON = 100  # characters of the reason for a stop
+_PATIENCE = 1e9  # seconds
 
 
 @dataclass(eq=False)
 class _JoinedMachine:
-    join: membership.Join
+    join: machine_records.Join
     writer: asyncio.StreamWriter
     number: int = -1  # once the launch has begun
     done: bool = False
@@ -103,7 +106,7 @@ class Gate:
     async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with control_protocol.limited(reader, PATIENCE):
             record = await control_protocol.read(reader)
-        member = _JoinedMachine(membership.Join.of_record(record.get("join")), writer)
+        member = _JoinedMachine(machine_records.Join.of_record(record.get("join")), writer)
         if not await self._accept(member):
             return
         why = "its connection was closed"
@@ -159,7 +162,7 @@ class Gate:
     def _begin(self) -> None:
         self._begun = True
         ordered = sorted(self._members, key=lambda member: member.join.place)
-        joins = membership.placed([member.join for member in ordered])
+        joins = placed([member.join for member in ordered])
         plan = {
             "launch_id": self._launch_id,
             "attempt": max(join.attempt for join in joins),  # a machine that was replaced begins with 0
@@ -169,7 +172,7 @@ class Gate:
             # sign with both together.
             "secret": secrets.token_hex(16),
         }
-        roles = membership.role_ranks(joins)
+        roles = role_ranks(joins)
         for index, (member, join, role) in enumerate(zip(ordered, joins, roles, strict=True)):
             own = {"node_rank": index, "rank_start": join.rank_start, "role_start": role.start, "role_size": role.size}
             member.join, member.number = join, index
@@ -178,7 +181,7 @@ class Gate:
 
     async def _hear(self, member: _JoinedMachine, record: control_protocol.Record) -> None:
         if isinstance(record.get("failure"), dict):
-            failure = membership.shortened(membership.failure_of_record(record["failure"]))
+            failure = machine_records.shortened(machine_records.failure_of_record(record["failure"]))
             self._start(self._fail(asdict(failure), source=member))
         elif "done" in record:
             member.done = True
@@ -265,3 +268,125 @@ class Gate:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+class GateStop:
+    """The step at which the ranks of all machines stop, if each machine has its own caller.
+
+    A machine asks for a stop. The gate makes all machines freeze their ranks and report how often each rank has looked
+    for a stop, and tells all at which look to stop. The members are the machines that have not ended, by number.
+    """
+
+    def __init__(self) -> None:
+        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._agreed: AgreedStop | None = None
+        self._reason = ""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, machine: int, writer: asyncio.StreamWriter) -> None:
+        """Add a machine when the launch begins. ``writer``: that of its control connection."""
+        self._writers[machine] = writer
+
+    def remove(self, machine: int) -> None:
+        """Leave a machine out: its ranks are gone, or it is lost."""
+        if self._writers.pop(machine, None) is not None:
+            self.take_steps()
+
+    def hear(self, machine: int, record: Mapping[str, object]) -> None:
+        """Handle a machine's record about a stop; ignore what is invalid in it."""
+        reason, patience, looks = record.get("stop"), record.get("patience"), record.get("frozen")
+        sensible = isinstance(reason, str) and reason.isprintable() and 0 < len(reason) <= _REASON
+        if isinstance(patience, bool) or not isinstance(patience, int | float) or not 0 <= patience <= _PATIENCE:
+            patience = None
+        if sensible and patience is not None and self._agreed is None:
+            self._reason, clock = str(reason), asyncio.get_running_loop().time
+            self._agreed = AgreedStop(self, clock, machine if record.get("unsure") is True else None)
+            self._agreed.begin(float(patience))
+        elif self._agreed is not None and is_look(looks):
+            self._agreed.freeze.take(machine, looks)
+        self.take_steps()
+
+    def take_steps(self) -> None:
+        """Take the steps that are due."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, agreed = None, self._agreed
+        if agreed is None:
+            return
+        agreed.take_steps()
+        if agreed.unused and agreed.asked_by is not None:
+            self._agreed = None
+            self._post(agreed.asked_by, {"unused": 1})
+        elif agreed.due < float("inf"):
+            self._timer = asyncio.get_running_loop().call_at(agreed.due, self.take_steps)
+
+    # The members, as AgreedStop sees them
+
+    def working(self) -> Collection[int]:
+        return list(self._writers)
+
+    def freeze(self, member: int) -> None:
+        self._post(member, {"freeze": self._reason})
+
+    def thaw(self, member: int) -> None:
+        self._post(member, {"thaw": 1})
+
+    def stop_at(self, member: int, look: int) -> None:
+        self._post(member, {"stop_at": look, "reason": self._reason})
+
+    def _post(self, member: int, record: Record) -> None:
+        if member in self._writers:
+            control_protocol.post(self._writers[member], control_protocol.encode(record))
+
+
+async def serve_store(
+    keys: StoreKeys,
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    tell_full: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve the store to a machine's ranks until the machine is gone: a session for each of their connections.
+
+    ConnectionError for what no link sends.
+
+    ``tell_full`` is called when the store has no room for a rank's request.
+    """
+    pieces = Pieces(reader, writer)
+    sessions: dict[int, StoreConnection] = {}
+    begun = 0
+    try:
+        async for stream, data in pieces.received():
+            # Only the next number begins a stream: pieces that were still on their way must not revive a stream that
+            # the gate has ended.
+            if stream == begun:
+                begun += 1
+                sessions[stream] = StoreConnection(keys, _answering(pieces, stream))
+            if _feed(sessions, stream, data, pieces):
+                tell_full()
+            if pieces.unsent:
+                await pieces.drained()  # the gate reads nothing from a machine that does not read
+    finally:
+        for session in sessions.values():
+            session.close()
+
+
+def _feed(sessions: dict[int, StoreConnection], stream: int, data: bytes, pieces: Pieces) -> bool:
+    """Pass a stream's data to its session, and end a stream whose client asks for the impossible.
+
+    True if the store had no room for it.
+    """
+    session, is_full = sessions.get(stream), False
+    if session is None:  # the gate has ended this stream
+        return False
+    try:
+        session.feed(data)
+    except (ValueError, LookupError) as error:
+        pieces.send(stream, b"")
+        data, is_full = b"", isinstance(error, StoreFullError)
+    if not data:
+        sessions.pop(stream).close()
+    return is_full
+
+
+def _answering(pieces: Pieces, stream: int) -> Callable[[bytes], None]:
+    return lambda data: pieces.send(stream, data)

@@ -1,11 +1,16 @@
-"""The machines that have joined a launch. Adding one is as cheap with many machines as with few."""
+"""The machines that have joined a launch, and their order. Adding one is as cheap with many machines as with few."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
 
+from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.text import first_bytes, name_ranks
-from mlaunch.machines.gate.membership import Join
+from mlaunch.machines.wire.machine_records import Join
 
 _NAMED, _NAME = 5, 63  # machines in a sentence, and characters of each
 _RUNS = 10  # runs of numbers in a sentence
@@ -68,7 +73,7 @@ class Roster:
             if shared:
                 other = self._joins[0, start]
                 names = f"{name_ranks(shared)} would be on host {other.host} and on host {new.host}"
-                return f"{names}: the rank_start overlap"
+                return f"{names}: give each its own rank_start"
         return ""
 
     def missing(self) -> list[range]:
@@ -97,6 +102,36 @@ class Roster:
         plural = "s" * (sum(map(len, runs)) != 1)
         lacking = f"machine{plural} {numbers} of {counted}" if counted else f"rank{plural} {numbers}"
         return first_bytes(f"{machines} joined ({names}); {lacking} missing", _SENTENCE)
+
+
+@frozen_record
+class RoleRanks:
+    """The place of a machine's ranks among all ranks of the same role: the first one's number, and how many all are."""
+
+    start: int
+    size: int
+
+
+def placed(joined: Sequence[Join]) -> list[Join]:
+    """Return all machines of a launch in order. Counted machines also get their first rank and the world size."""
+    ordered = sorted(joined, key=lambda machine: machine.place)
+    if not ordered[0].machines:
+        return ordered
+    starts = [0, *accumulate(machine.n_gpus for machine in ordered)]
+    return [
+        replace(machine, rank_start=start, world_size=starts[-1])
+        for machine, start in zip(ordered, starts, strict=False)
+    ]
+
+
+def role_ranks(ordered: Sequence[Join]) -> list[RoleRanks]:
+    """Return the place of each machine's ranks among all ranks of their role."""
+    sizes: Counter[str] = Counter()
+    starts = []
+    for machine in ordered:
+        starts.append(sizes[machine.role])
+        sizes[machine.role] += machine.n_gpus
+    return [RoleRanks(start, sizes[machine.role]) for machine, start in zip(ordered, starts, strict=True)]
 
 
 def _span(join: Join) -> tuple[int, int]:

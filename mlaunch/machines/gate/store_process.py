@@ -1,4 +1,4 @@
-"""The process with the gate and the store of a launch over several machines.
+"""The process with the gate and the store of a launch over several machines, and what gates' and links' share.
 
 Its socket listens before any client learns its address. So no other process can take the port in between, and no
 client connects too early and has to wait.
@@ -10,12 +10,15 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from dataclasses import field
+from typing import Any, NoReturn
 
 from mlaunch.base import linux
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.own_process import allow_files, name_process
+
+UVLOOP = "MLAUNCH_UVLOOP"  # a variable; "0": asyncio's loop in any case
 
 
 @frozen_record
@@ -31,10 +34,9 @@ class GateConfig:
     def serve(self) -> None:
         """Serve the launch's machines for as long as the process lives."""
         from mlaunch.machines.gate.gate import Gate
-        from mlaunch.rendezvous import event_loop
 
         gate = Gate(self.launch_id, self.token, self.heartbeat_timeout, self.store_limit)
-        event_loop.run(gate.serve(self.listener))
+        run_in_loop(gate.serve(self.listener))
 
 
 class StoreProcess:
@@ -46,7 +48,7 @@ class StoreProcess:
         # thread forks, its children may wait for the resolver's lock for ever.
         self.pid = os.fork()
         if self.pid == 0:
-            _run(gate, parent, close_in_child)
+            _run_gate(gate, parent, close_in_child)
         self.sentinel = os.pidfd_open(self.pid)
 
     def kill(self) -> None:
@@ -61,15 +63,37 @@ class StoreProcess:
         return os.waitstatus_to_exitcode(status)
 
 
-def _run(gate: GateConfig, parent: int, close: Iterable[int]) -> None:
+def _run_gate(gate: GateConfig, parent: int, close: Iterable[int]) -> NoReturn:
     try:
-        # First of all, so that the port does not stay taken if the agent dies.
-        linux.die_with(parent)
-        name_process("gate", gate.launch_id)
-        for fd in close:
-            os.close(fd)
-        # Each machine has two connections here, and the soft limit is 1024 on most systems.
-        allow_files()
+        prepare_process(parent, close, "gate", gate.launch_id)
         gate.serve()
     finally:
         os._exit(1)
+
+
+def prepare_process(parent: int, close: Iterable[int], *name: str) -> None:
+    """Name a gate's or a link's process, close what it does not need, and make it end with its parent."""
+    # First of all, so that a gate's port does not stay taken if the agent dies.
+    linux.die_with(parent)
+    name_process(*name)
+    for fd in close:
+        os.close(fd)
+    # Each machine has two connections at the gate, and the soft limit is 1024 on most systems.
+    allow_files()
+
+
+def run_in_loop(main: Coroutine[Any, Any, None]) -> None:
+    """Run the only coroutine of a gate or a link to its end: in uvloop if it is installed (extra ``scale``)."""
+    if os.environ.get(UVLOOP) != "0":
+        try:
+            # Most of the time that gates and links take is asyncio's, in Python: six turns of the loop for a new
+            # connection, a few calls for each byte. uvloop, in C, saves a third for links, and a fifth for the gate.
+            import uvloop
+        except ImportError:
+            pass
+        else:
+            uvloop.run(main)
+            return
+    import asyncio
+
+    asyncio.run(main)

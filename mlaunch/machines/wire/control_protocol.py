@@ -11,6 +11,8 @@ With a token, each side proves that it knows the token's key: with HMAC-SHA256 o
 the exchange and the role. The token itself is never sent. The client proves first, because anybody can connect, and
 anybody with a proof can try guesses at the token. Nothing from a client that has not proved itself reaches the store,
 and nothing that a server says before its proof decides anything. Without a token on either side, the hello is enough.
+
+A connection of the role "store" carries no more records after that, but pieces of streams (``Pieces``).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import json
 import re
 import secrets
 import socket
+import struct
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -34,6 +37,9 @@ LINE_LIMIT = 262_144  # bytes of a record
 SENTENCE = 2_000  # bytes of a message for people
 _KEEP_ALIVE = 60  # seconds
 _VERSIONS = 1_000_000  # each protocol version is below this
+HEAD = struct.Struct("<QQ")  # of a piece: stream, size
+LONGEST = 1 << 20  # bytes of a piece at most, so that neither side decides how much memory the other needs
+_READ = 1 << 18  # bytes at a time
 
 _NONCE, _PROOF = re.compile("[0-9a-f]{1,64}"), re.compile("[0-9a-f]{64}")
 
@@ -252,3 +258,55 @@ async def dialled(host: str, port: int, role: str, token: str | None) -> AsyncIt
         yield reader, writer
     finally:
         writer.close()
+
+
+class Pieces:
+    """Many streams on one connection, with which a link carries its ranks' traffic with the store to the gate.
+
+    A piece of a stream is the stream's number, the piece's size, and its bytes; a piece without bytes ends the stream.
+    Numbers count from 0 in the order in which the streams begin, and none is used twice. All pieces that are sent
+    within one turn of the event loop go out in one write.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._out: list[bytes] = []
+        self._loop = asyncio.get_running_loop()
+
+    def send(self, stream: int, data: bytes) -> None:
+        """Send data of a stream, or b"" to end it, in the event loop's next turn."""
+        if not self._out:
+            # One write for all pieces of a turn of the loop, instead of a system call for each.
+            self._loop.call_soon(self._flush)
+        for start in range(0, max(1, len(data)), LONGEST):
+            piece = data[start : start + LONGEST]
+            self._out += HEAD.pack(stream, len(piece)), piece
+
+    def _flush(self) -> None:
+        out, self._out = self._out, []
+        post(self._writer, b"".join(out))
+
+    @property
+    def unsent(self) -> int:
+        """How many bytes wait until the other side reads."""
+        return self._writer.transport.get_write_buffer_size()
+
+    async def drained(self) -> None:
+        await self._writer.drain()
+
+    async def received(self) -> AsyncIterator[tuple[int, bytes]]:
+        """Yield each piece's stream and data until the connection ends. ConnectionError if a piece is too large."""
+        data, at = b"", 0
+        while more := await self._reader.read(_READ):
+            # Cut once for each read: a cut for each piece would copy the rest as often.
+            data, at = data[at:] + more, 0
+            while len(data) - at >= HEAD.size:
+                stream, size = HEAD.unpack_from(data, at)
+                if size > LONGEST:
+                    raise ConnectionError("what came is no piece of a stream")
+                start = at + HEAD.size
+                if len(data) - start < size:
+                    break
+                at = start + size
+                yield stream, data[start:at]

@@ -9,7 +9,7 @@ from mlaunch.base.frozen_record import frozen_record
 from mlaunch.core import load
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.rank.setup import device
-from mlaunch.rendezvous import name_lookup
+from mlaunch.rendezvous import tcp_store
 
 if TYPE_CHECKING:
     import torch
@@ -88,7 +88,7 @@ def meet_and_join(
     dist.set_debug_level_from_env()  # torch read it when the fork server imported it
     member = Membership(spec.rank(local_rank), spec.world_size, spec.devices.backend, spec.timeout, bound)
     # Where the ranks' interface is known, no name is looked up for anything that matters.
-    with name_lookup.from_files_only() if spec.nodes.interface else contextlib.nullcontext():
+    with tcp_store.from_files_only() if spec.nodes.interface else contextlib.nullcontext():
         client = _meet(spec, rendezvous, member, f"{spec.launch_id}/{again}")
     if again and member.rank == 0:  # all are in the new group
         client.drop(f"{spec.launch_id}/{before}")

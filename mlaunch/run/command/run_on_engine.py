@@ -12,8 +12,7 @@ from mlaunch.cli.checks import UsageError
 from mlaunch.core.load import CallerParts
 from mlaunch.engines.caller.engine import Engine
 from mlaunch.engines.caller.engine_names import engine_named
-from mlaunch.engines.caller.launch.engine_call import Attempts
-from mlaunch.engines.caller.launch.engine_launch import HostPrefix, Work
+from mlaunch.engines.caller.launch.engine_launch import Attempts, HostPrefix, Work
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.run.command.job import Job
 from mlaunch.run.command.job_spec import target_of

@@ -6,27 +6,30 @@ members --frames--> this thread --records, descriptors--> channel --> LaunchHand
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mlaunch.agreed_stop.wire import NAME, AskToStop
 from mlaunch.base.exceptions import RankFailure, describe_exit
 from mlaunch.base.fds import close_all, ready
-from mlaunch.engines.caller.launch.machine import Machine, last_lines
-from mlaunch.engines.caller.launch.machines_inspection import MachinesInspection
-from mlaunch.engines.caller.launch.machines_stop import MachinesStop
-from mlaunch.engines.caller.launch.output_pipes import Backlog
-from mlaunch.engines.caller.launch.timeouts import EndOf, Patience
+from mlaunch.engines.caller.launch.heartbeats import interval
+from mlaunch.engines.caller.launch.machines import Machine, last_lines
+from mlaunch.engines.caller.launch.machines_requests import MachinesInspection, MachinesStop
 from mlaunch.engines.wire.frame_stream import NoiseError
 from mlaunch.engines.wire.member_messages import (
     Alive,
     FromAgent,
     MachineDone,
     MemberAnswer,
+    MemberHears,
+    MemberSays,
     Printed,
     Reports,
     Rows,
@@ -37,10 +40,13 @@ from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import Channel, assert_never
 from mlaunch.protocol.messages import (
     AgentFailed,
+    AgentHears,
+    AgentSays,
     Cancel,
     DeadlinePassed,
     Finished,
     ForPart,
+    LaunchersEnd,
     PartSays,
     RankGone,
     RanksStarting,
@@ -53,8 +59,11 @@ from mlaunch.protocol.messages import (
 
 if TYPE_CHECKING:
     from mlaunch.core.load import CallerParts
-    from mlaunch.engines.wire.member_streams import MemberHears, MemberSays
-    from mlaunch.protocol.messages import AgentHears, AgentSays, LaunchersEnd
+
+EndOf = Callable[[Machine], tuple[str, str]]  # why it ended, in the engine's words, and what its member wrote last
+# Above it machines and their ranks wait, as a rank here waits at a full pipe.
+_LIMIT = 1 << 22  # bytes of output
+_MISSED = 2.5  # heartbeats without an answer
 
 
 class MergedAgent:
@@ -278,3 +287,169 @@ class MergedAgent:
 
 def _lost(what: str, machine: Machine, who: str, hints: tuple[str, ...] = ()) -> RankFailure:
     return RankFailure(None, 0, what, host=machine.host, subject=who, hints=hints, kind="lost")
+
+
+class Patience:
+    """The time limits of one launch, in seconds.
+
+    Args:
+        patience: How long to wait for a machine that another machine has reported lost.
+        deadline: When unread output no longer delays the launch; None: it does until the end.
+        heartbeat_timeout: The engine's. It determines how often machines must answer; None: they need not.
+    """
+
+    def __init__(self, patience: float, deadline: float | None, heartbeat_timeout: float | None = None) -> None:
+        self._patience = patience
+        self._give_up_at = math.inf
+        self._lift_at = math.inf if deadline is None else time.monotonic() + deadline
+        self._silence = math.inf if heartbeat_timeout is None else interval(heartbeat_timeout) * _MISSED
+        self._look_at = time.monotonic() + self._silence
+        self._silent = set[int]()  # numbers of machines that were reported as silent
+
+    def milliseconds(self, other: float) -> float | None:
+        """Return how many milliseconds a poll may take, if something else is due at ``other``; None: no limit."""
+        due = min(self._give_up_at, self._lift_at, self._look_at, other)
+        return None if due == math.inf else 1000 * max(0.0, due - time.monotonic())
+
+    def begin_to_give_up(self) -> None:
+        """Note that a machine was reported lost by another one."""
+        self._give_up_at = min(self._give_up_at, time.monotonic() + self._patience)
+
+    def take_due(self) -> tuple[bool, bool]:
+        """Return whether to give up now, and whether the deadline has passed; each is True only once."""
+        now = time.monotonic()
+        gives_up, lifts = now >= self._give_up_at, now >= self._lift_at
+        self._give_up_at = math.inf if gives_up else self._give_up_at
+        self._lift_at = math.inf if lifts else self._lift_at
+        return gives_up, lifts
+
+    def news(self, machines: Collection[Machine], end_of: EndOf) -> Iterator[PartSays]:
+        """Yield news of machines that do not answer any more, once for each until it answers again."""
+        if time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + self._silence
+        silent = [machine for machine in machines if machine.is_silent(self._silence)]
+        for machine in silent:
+            if machine.number not in self._silent:
+                guess = f"is it cut off, or was its member stopped? kill -CONT {machine.pid} there continues that"
+                why = end_of(machine)[0] or guess
+                yield PartSays("engines", f"host {machine.host} has not answered for {self._silence:g} s: {why}")
+        self._silent = {machine.number for machine in silent}
+
+
+@dataclass
+class _Pipe:
+    fd: int  # the writing end
+    waiting: bytearray = field(default_factory=bytearray)
+    written: int = 0  # bytes
+    dropped: int = 0  # bytes, since it last took some
+    ended: bool = False  # nothing more comes
+
+
+class Backlog:
+    """Pipes for the output of ranks on other machines, which are read like those of ranks on this machine.
+
+    ``limit``: bytes that may wait in all pipes before ``full``; None: no limit.
+
+    Without a limit no machine waits, and output above 4 MiB is dropped: a line in its place says how many bytes.
+    """
+
+    def __init__(self) -> None:
+        self.limit: int | None = _LIMIT
+        self._pipes: dict[tuple[int, int], _Pipe] = {}
+
+    @property
+    def full(self) -> bool:
+        """True if machines must wait until more output was read."""
+        return self.limit is not None and self._holds_more_than(self.limit)
+
+    def _holds_more_than(self, size: int) -> bool:
+        return sum(len(pipe.waiting) for pipe in self._pipes.values()) > size
+
+    def open(self, rank: int, streams: Iterable[int]) -> list[int]:
+        """Make pipes for a rank's streams. Return their reading ends, which the receiver owns."""
+        readers = []
+        for stream in streams:
+            reader, writer = os.pipe()
+            # The thread must listen to machines even if nobody reads the output.
+            os.set_blocking(writer, False)
+            self._pipes[rank, stream] = _Pipe(writer)
+            readers.append(reader)
+        return readers
+
+    def add(self, rank: int, stream: int, data: bytes) -> None:
+        """Add output of a rank; b"": it will print no more."""
+        pipe = self._pipes.get((rank, stream))
+        if pipe is None:  # nobody reads it any more
+            return
+        if data and self.limit is None and self._holds_more_than(_LIMIT):
+            pipe.dropped += len(data)
+            return
+        if pipe.dropped:
+            pipe.waiting += f"\nmlaunch: {pipe.dropped} bytes that were printed here are lost: nobody read\n".encode()
+            pipe.dropped = 0
+        pipe.waiting += data
+        pipe.ended = not data
+        self._write(rank, stream)
+
+    def end(self, ranks: Collection[int]) -> None:
+        """Note that these ranks will print no more."""
+        for rank, stream in list(self._pipes):
+            if rank in ranks:
+                self.add(rank, stream, b"")
+
+    def wait(self, other: int) -> bool:
+        """Wait until a pipe takes more, or ``other`` can be read; True if it can."""
+        return other in ready([other], self.blocked(), None)
+
+    def ends(self) -> dict[tuple[int, int], int]:
+        """Return for each pipe the position at which its output ends now."""
+        return {key: pipe.written + len(pipe.waiting) for key, pipe in self._pipes.items()}
+
+    def is_past(self, ends: Mapping[tuple[int, int], int]) -> bool:
+        """True if all pipes have taken the output up to these positions."""
+        return all(self._pipes[key].written >= end for key, end in ends.items() if key in self._pipes)
+
+    def blocked(self) -> list[int]:
+        """Return the descriptors that must become writable before ``flush`` can write more."""
+        return [pipe.fd for pipe in self._pipes.values() if pipe.waiting]
+
+    def flush(self) -> None:
+        """Write what can be written without waiting."""
+        for rank, stream in list(self._pipes):
+            self._write(rank, stream)
+
+    def _write(self, rank: int, stream: int) -> None:
+        pipe = self._pipes[rank, stream]
+        with contextlib.suppress(BlockingIOError):
+            try:
+                while pipe.waiting:
+                    size = os.write(pipe.fd, pipe.waiting)
+                    pipe.written += size
+                    del pipe.waiting[:size]
+            except BrokenPipeError:
+                pipe.waiting.clear()
+                pipe.ended = True
+        if pipe.ended and not pipe.waiting:
+            os.close(self._pipes.pop((rank, stream)).fd)
+
+    def see_out(self, ranks: Collection[int], other: int, hear: Callable[[], bool]) -> None:
+        """Write the ranks' last output, which its reader reads to the end, and close.
+
+        ``hear``: reads what comes at ``other``; False: nobody reads the output any more.
+        """
+        # After the launch's last record: a longer wait before that would delay errors behind a slow reader. 300 MB of
+        # four ranks arrived whole over ssh, mpirun and Slurm, at a reader that took two minutes for them.
+        self.end(ranks)
+        goes_on = True
+        while goes_on and self.blocked():
+            if self.wait(other):
+                goes_on = hear()
+            self.flush()
+        self.close()
+
+    def close(self) -> None:
+        """Close all pipes, and drop output that was not read."""
+        for pipe in self._pipes.values():
+            os.close(pipe.fd)
+        self._pipes.clear()

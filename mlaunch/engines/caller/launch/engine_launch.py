@@ -1,36 +1,39 @@
-"""One launch on the machines of an engine: of a function or of a command."""
+"""One launch on the machines of an engine, of a function or of a command, and all the attempts of a call."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mlaunch import features
-from mlaunch.base.exceptions import LaunchError
+from mlaunch.base.exceptions import LaunchError, LaunchTimeout, report_of
 from mlaunch.base.linux import working_directory
 from mlaunch.base.text import ranges
+from mlaunch.caller.launch.call import flush_streams, with_parts
 from mlaunch.caller.launch.handle import LaunchHandle
 from mlaunch.caller.launch.plan import Attempt, spec_of
-from mlaunch.caller.launch.settle import Steps
+from mlaunch.caller.launch.restarts import with_restarts
+from mlaunch.caller.launch.settle import Ended, Steps
 from mlaunch.caller.launch.start import name_culprit
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.output.output_plan import OutputPlan
+from mlaunch.caller.output.output_plan import OutputPlan, output_plan, with_directory
 from mlaunch.caller.output.relay import Relay
 from mlaunch.caller.report import notebook
 from mlaunch.caller.report.history import History
 from mlaunch.caller.server.attachments import in_memfds
+from mlaunch.caller.warn import warn_caller
 from mlaunch.core import load
-from mlaunch.engines.caller.launch.agents_of_machines import MergedAgent
-from mlaunch.engines.caller.launch.machine import Machine
-from mlaunch.engines.caller.launch.machines import PlacedMachines, say
-from mlaunch.engines.caller.launch.machines_inspection import MachinesInspection
-from mlaunch.engines.caller.launch.timeouts import Patience
+from mlaunch.core.load import CallerParts
+from mlaunch.engines.caller.launch.agents_of_machines import MergedAgent, Patience
+from mlaunch.engines.caller.launch.machines import Machine, PlacedMachines, say
+from mlaunch.engines.caller.launch.machines_requests import MachinesInspection
 from mlaunch.engines.wire.member_messages import AskOffer, Listen, Offer, Reach, Start
-from mlaunch.protocol import settings
+from mlaunch.protocol import calls, settings
 from mlaunch.protocol import token as tokens
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import (
@@ -263,7 +266,7 @@ def address_for_all(placed: PlacedMachines, port: int) -> str:
     """Return an address of the first machine that all others reach. The machine listens at ``port`` meanwhile.
 
     A machine may have addresses that other machines cannot reach: a bridge for containers, a network for storage.
-    The machines' part is in ``mlaunch/engines/member/machine_plan.py``.
+    The machines' part is in ``mlaunch/engines/member/member.py``.
 
     Raises:
         LaunchError: There is no such address.
@@ -291,3 +294,75 @@ def _tried(placed: PlacedMachines, port: int) -> str:
         f"stand between them? Open the port, choose one that is open (port=), or say where others find the first "
         f"machine (master_ip=)"
     )
+
+
+class Attempts:
+    """The attempts of one call, or of a command. ``tell``: gets the reason for another attempt.
+
+    Failed attempts, and attempts whose machines were preempted, are counted separately.
+    """
+
+    def __init__(
+        self, machines: PlacedMachines, options: Options, work: Work, output: MakesPlan, tell: Callable[[str], None]
+    ) -> None:
+        self._machines, self._options, self._work, self._output = machines, options, work, output
+        self._tell = tell
+        self._begun = 0  # attempts
+        self._preempted = False  # the machines of the last one were taken
+
+    def steps(self, parts: CallerParts, most: int) -> Steps:
+        """Return how the last attempt ended. ``most``: how often preempted machines may be replaced."""
+        self._parts, self._most = parts, most
+        begun, left = time.monotonic(), self._options.deadline
+        for number in range(most + 1):
+            again = left, self._options.max_restarts, self._tell
+            ended = yield from with_restarts(self._attempt, self._work.name, *again, parts, lambda: self._preempted)
+            if not self._preempted or number == most:
+                break
+            count = f"preemption {number + 1} of at most {most}"
+            self._tell(f"{self._work.name} starts again on other machines ({count}): the scheduler has taken these")
+            # All of them: the other machines of a preempted job end with it.
+            self._machines.close()
+            if self._options.deadline is not None:
+                left = max(0.0, self._options.deadline - (time.monotonic() - begun))
+        return ended
+
+    def _attempt(self, number: Attempt) -> Steps:
+        self._machines.renew()
+        number = dataclasses.replace(number, restart_count=self._begun)
+        made = MachinesLaunch(self._machines, self._options, self._work, self._output, number)
+        self._begun += 1
+        ended = yield from made.steps()
+        self._preempted = self._may_start_anew(ended) and self._machines.preempted()
+        return ended
+
+    def _may_start_anew(self, ended: Ended) -> bool:
+        """True if the attempt was stopped or has failed, and nobody here has asked for its end."""
+        if not self._most or self._parts.is_last():
+            return False
+        stopped = ended.report().stopped
+        if ended.error is None:
+            return stopped is not None and stopped.reason != "asked"
+        report = report_of(ended.error) if isinstance(ended.error, Exception) else None
+        return report is not None and not isinstance(report, LaunchTimeout)
+
+
+def call_on_machines(
+    machines: PlacedMachines,
+    options: Options,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Ended:
+    """Run the function on the ranks of all machines; return how the last attempt ended."""
+    name = f"{getattr(function, '__qualname__', type(function).__qualname__)}()"
+    work = Work(name, Call(calls.portable(function), args, kwargs))
+    options = with_directory(options, name)
+    # So that this process's earlier output comes before the ranks'.
+    flush_streams()
+
+    def output(spec: LaunchSpec, hosts: dict[int, str]) -> OutputPlan:
+        return with_hosts(output_plan(options, spec), hosts)
+
+    attempts = Attempts(machines, options, work, output, warn_caller)
+    return with_parts(options, lambda parts: attempts.steps(parts, options.max_preemptions))

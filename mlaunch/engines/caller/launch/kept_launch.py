@@ -12,7 +12,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from mlaunch.caller import interrupts
 from mlaunch.caller.launch.plan import Attempt
@@ -21,15 +20,15 @@ from mlaunch.caller.output.output_plan import OutputPlan, output_plan
 from mlaunch.caller.output.relay import Relay
 from mlaunch.caller.ranks.kept_handle import KeptHandle
 from mlaunch.caller.ranks.ranks_launch import RanksLaunch, StayRules
-from mlaunch.engines.caller.launch.agents_of_machines import MergedAgent
+from mlaunch.engines.caller.launch.agents_of_machines import EndOf, MergedAgent, Patience
 from mlaunch.engines.caller.launch.engine_launch import AllServers, MachinesLaunch, Work, with_hosts
-from mlaunch.engines.caller.launch.machine import Machine
-from mlaunch.engines.caller.launch.machines import PlacedMachines
-from mlaunch.engines.caller.launch.machines_inspection import MachinesInspection
-from mlaunch.engines.caller.launch.timeouts import EndOf, Patience
+from mlaunch.engines.caller.launch.machines import Machine, PlacedMachines
+from mlaunch.engines.caller.launch.machines_requests import MachinesInspection
 from mlaunch.engines.wire.member_messages import Offer
 from mlaunch.protocol import payload
 from mlaunch.protocol.messages import (
+    AgentHears,
+    AgentSays,
     AnswerKind,
     CallOver,
     Cancel,
@@ -46,9 +45,6 @@ from mlaunch.protocol.messages import (
 )
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.rank import in_step
-
-if TYPE_CHECKING:
-    from mlaunch.protocol.messages import AgentHears, AgentSays
 
 
 class _State(enum.Enum):

@@ -1,4 +1,4 @@
-"""The comparison that finds ranks for which the others wait, from how long each rank waits. It reads no clock.
+"""The agent's part of ``slow=``: it asks the ranks every few seconds how long they have waited, and compares them.
 
 Ranks that wait for each other take the same time for a step. Each computes for a part of it and waits for the rest, so
 a rank that computes longer waits less. No two clocks are compared. The time of the operations themselves, which is long
@@ -7,17 +7,144 @@ on a busy machine and differs between ranks, does not count.
 
 from __future__ import annotations
 
+import time
+from array import array
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import fmean
+from typing import TYPE_CHECKING, Any, cast
 
 from mlaunch.base.frozen_record import frozen_record
-from mlaunch.slow.wire import Waits, WaitsOfRank
+from mlaunch.base.text import in_seconds, name_some_ranks, printable
+from mlaunch.core.parts import AgentPart
+from mlaunch.slow.wire import NAME, SlowRanks, SlowTerms, TellWaits, Waits, WaitsOfRank
 
+if TYPE_CHECKING:
+    from mlaunch.agent.scene import Scene
+
+_NOTHING = "nothing to compare yet: no rank has waited for others, in collectives on CPUs or in DDP"
 _MOST = 16384  # operations that not all members have reported yet
 _ONCE = 1.0  # seconds for which a rank must delay the others to be named though that happened only once
 _PARTS = 3  # parts of the time, in each of which the same ranks must be slow
+_LANES = 4  # lanes that a machine reports: those in which its ranks wait longest
+_ROWS = 16  # operations of each
+_MICROSECONDS = 1e6
+_TEXT = 500  # bytes
+
+
+class SlowWatch(AgentPart):
+    """The watch over the ranks of the current call; on the machine of rank 0, over the ranks of all machines."""
+
+    def __init__(self, scene: Scene) -> None:
+        self._scene, self._clock = scene, scene.clock
+        self._terms = cast("SlowTerms", scene.sections[NAME])
+        self._judges = scene.is_alone or any(rank.rank == 0 for rank in scene.ranks)
+        self._next_at = self._clock() + self._terms.every
+        self._forget()
+
+    def _forget(self) -> None:
+        self._comparison = Comparison(self._terms.seconds)
+        self._has_told = False
+        self._slow: tuple[tuple[int, ...], float] = (), 0.0  # the slow ranks, and since when they are
+        self._told: dict[int, WaitsOfRank] = {}  # reports of this machine's ranks since the last comparison
+        self._facts: Mapping[str, object] = {"text": _NOTHING}
+        self._said: object = None  # the last message to the other machines
+
+    def due(self) -> list[float]:
+        return [self._next_at]
+
+    def take_steps(self) -> None:
+        if self._clock() < self._next_at:
+            return
+        self._next_at = self._clock() + self._terms.every
+        told, self._told = self._told, {}
+        if not self._judges:
+            if told:
+                self._scene.tell_machines(word_of_waits(self._scene.call, told))
+        else:
+            self._compare(told)
+        for rank in self._scene.working():
+            self._scene.ask(rank, TellWaits(), self._take)
+
+    def _take(self, rank: int, told: WaitsOfRank | None) -> None:
+        if told is not None:
+            self._told[rank] = told
+
+    def hear_machines(self, word: Any) -> None:
+        if self._judges:
+            for rank, told in waits_of_word(word, self._scene.call).items():
+                self._comparison.take(rank, told)
+            return
+        facts, slow = verdict_of_word(word)
+        self._facts = facts or self._facts
+        if slow is not None and self._scene.machines_agree:  # otherwise one caller receives the news of all machines
+            self._scene.say(slow)
+
+    def _compare(self, told: Mapping[int, WaitsOfRank]) -> None:
+        for rank, waits in told.items():
+            self._comparison.take(rank, waits)
+        self._comparison.conclude(self._clock())
+        slow = self._judge()
+        self._facts = self._find_facts()
+        if slow is not None:
+            self._scene.say(slow)
+        word = word_of_verdict(self._facts, slow)
+        if not self._scene.is_alone and word != self._said:
+            self._said = word
+            self._scene.tell_machines(word)
+
+    def _judge(self) -> SlowRanks | None:
+        """Return the slow ranks, once for each call."""
+        verdict = self._comparison.verdict(self._terms.share)
+        if verdict is None or verdict.part < self._terms.share:
+            self._slow = (), 0.0
+            return None
+        if self._slow[0] != verdict.ranks:
+            self._slow = verdict.ranks, time.time() - self._terms.every
+        covered = self._comparison.covers(self._terms.seconds - 2 * self._terms.every)
+        if self._has_told or not (covered and verdict.steadily):
+            return None
+        self._has_told = True
+        late = self._comparison.lateness(verdict.ranks) or Lateness(0.0, 0.0, 0.0)
+        text = self._text(verdict, late)
+        return SlowRanks(verdict.ranks, late.last, late.seconds, verdict.share, self._slow[1], text)
+
+    def _text(self, verdict: SlowVerdict, late: Lateness) -> str:
+        who = name_some_ranks(verdict.ranks)
+        waits = f"the others wait {verdict.share:.0%} of their time"
+        if late.once:
+            return f"{who} held up the others once in the last {self._terms.seconds:g} s, for {in_seconds(late.once)}"
+        at = time.strftime("%H:%M:%S", time.localtime(self._slow[1]))
+        if not late.last:
+            return f"the others have waited for {who} since {at}, for {verdict.share:.0%} of their time"
+        often, each = f"{late.last:.0%} of the collectives since {at}", in_seconds(late.seconds)
+        return f"{who} came last to {often}, by {each} each ({waits})"
+
+    def _find_facts(self) -> Mapping[str, object]:
+        """Work out the facts about the ranks that are slow now."""
+        verdict = self._comparison.verdict(self._terms.share)
+        if verdict is None or not self._comparison.waits:
+            return {"text": _NOTHING}
+        late = self._comparison.lateness(verdict.ranks) or Lateness(0.0, 0.0, 0.0)
+        if verdict.part < self._terms.share and not late.once:
+            return {"text": f"no rank makes the others wait for more than {100 * self._terms.share:.3g}% of their time"}
+        ranks = ",".join(map(str, verdict.ranks))
+        return {"text": self._text(verdict, late), "ranks": ranks, "seconds": late.seconds, "share": verdict.share}
+
+    def facts(self) -> Mapping[str, object]:
+        """Return the last facts about slow ranks, for ``mlaunch ps`` and ``mlaunch why``."""
+        return self._facts
+
+    def over(self) -> None:
+        """Drop the comparison of the call that is over."""
+        self._forget()
+
+
+part = SlowWatch
+
+
+# The comparison, which reads no clock
 
 
 @frozen_record
@@ -223,3 +350,73 @@ def _lead(waits: Sequence[float]) -> tuple[float, int]:
     """Return by how much the member that waited least was later than the next, and its index."""
     least, *others = sorted(waits)[:2]
     return (others[0] - least if others else 0.0), waits.index(least)
+
+
+# The messages between the agents of several machines, as JSON. Each agent checks what it receives.
+
+
+def word_of_waits(call: int, waits: Mapping[int, WaitsOfRank]) -> dict[str, Any]:
+    """Return the message about the waits of this machine's ranks, by global rank. It has a part of the operations."""
+    ranks = {rank: [told.elapsed, told.waited] for rank, told in waits.items()}
+    lanes = sorted({name for told in waits.values() for name in told.lanes})
+    lanes.sort(key=lambda name: -sum(sum(told.lanes[name].waits) for told in waits.values() if name in told.lanes))
+    rows = {}
+    for name in lanes[:_LANES]:
+        own = {rank: told.lanes[name] for rank, told in waits.items() if name in told.lanes}
+        step = _step(max(len(lane.numbers) for lane in own.values()))
+        members = next(iter(own.values())).members
+        rows[name] = [members, {rank: _thinned(lane, step) for rank, lane in own.items() if lane.members == members}]
+    return {"call": call, "ranks": ranks, "lanes": rows}
+
+
+def waits_of_word(word: Mapping[str, Any], call: int) -> dict[int, WaitsOfRank]:
+    """Read a message of ``word_of_waits``; {} if it is about another call, or is malformed."""
+    try:
+        if word["call"] != call:
+            return {}
+        lanes: dict[int, dict[str, Waits]] = {int(rank): {} for rank in word["ranks"]}
+        for name, (members, told) in word["lanes"].items():
+            for rank, (numbers, waits) in told.items():
+                seconds = array("d", [wait / _MICROSECONDS for wait in waits])
+                lanes[int(rank)][name] = Waits(tuple(map(int, members)), array("q", numbers), seconds)
+        return {
+            int(rank): WaitsOfRank(float(elapsed), float(waited), lanes[int(rank)])
+            for rank, (elapsed, waited) in word["ranks"].items()
+        }
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        return {}
+
+
+def word_of_verdict(facts: Mapping[str, object], slow: SlowRanks | None) -> dict[str, Any]:
+    """Return the message with the facts that ``mlaunch ps`` shows on each machine, and the slow ranks to report now."""
+    return {"facts": dict(facts), "slow": None if slow is None else asdict(slow)}
+
+
+def verdict_of_word(word: Mapping[str, Any]) -> tuple[dict[str, object], SlowRanks | None]:
+    """Read a message of ``word_of_verdict``; no facts if it is malformed."""
+    try:
+        facts = {str(name): _fact(value) for name, value in word["facts"].items()}
+        if (slow := word["slow"]) is None:
+            return facts, None
+        last, seconds, share, since = (float(slow[name]) for name in ("last", "seconds", "share", "since"))
+        ranks, text = tuple(map(int, slow["ranks"])), printable(str(slow["text"]), _TEXT)
+        return facts, SlowRanks(ranks, last, seconds, share, since, text)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        return {}, None
+
+
+def _fact(value: object) -> object:
+    return value if isinstance(value, int | float) else printable(str(value), _TEXT)
+
+
+def _step(count: int) -> int:
+    """Return n to send each n-th operation. It is a power of two, so that all machines send the same operations."""
+    step = 1
+    while count > _ROWS * step:
+        step *= 2
+    return step
+
+
+def _thinned(waits: Waits, step: int) -> list[list[int]]:
+    rows = [row for row in zip(waits.numbers, waits.waits, strict=True) if row[0] % step == 0]
+    return [[number for number, _ in rows], [round(waited * _MICROSECONDS) for _, waited in rows]]

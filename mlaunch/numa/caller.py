@@ -1,20 +1,27 @@
-"""The accelerators of this machine and their PCI addresses, found without opening a driver in this process.
+"""The caller's part of ``numa=``: it finds the machine's devices, and refuses CPUs that ranks could not have.
 
-Each function lists them in the order of their runtime, and leaves out those that this process may not use, as CUDA
-does.
+Devices are found without opening a driver in this process. Those that it may not use are left out, as CUDA does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mlaunch.numa.wire import PciDevice
+from mlaunch.core.parts import CallerPart, Spell
+from mlaunch.numa.rank import check_lists
+from mlaunch.numa.wire import NumaOrder, PciDevice
 
+if TYPE_CHECKING:
+    from mlaunch.protocol.spec import LaunchSpec
+
+
+ROOT = "/"
 _NVIDIA = "0x10de"
 _SHOWS, _COMPUTES = "0x0300", "0x0302"  # classes of PCI devices: VGA and 3D controllers
 _KEYS = ("vendor", "class", "device")
@@ -22,8 +29,41 @@ _INSTANCES = "proc/driver/nvidia/capabilities/gpu*/mig/gi*"
 Load = Callable[[str], Any]
 
 
+class NumaOfACall(CallerPart):
+    """The binding of one call's ranks, as its options ask for it."""
+
+    section: NumaOrder
+
+    def __init__(self, order: NumaOrder) -> None:
+        self.section = order
+
+    def planned(self, spec: LaunchSpec) -> None:
+        """Raise ValueError for lists of CPUs that ranks of this machine could not have. Ranks elsewhere do it there."""
+        if spec.context.environ:  # otherwise machines of an engine have their own
+            check_lists(self.section, spec.local_world_size, self.section.allowed)
+
+
+def part(options: Any, spell: Spell) -> NumaOfACall:
+    """Make the caller's part."""
+    mode, memory = options.numa, options.numa_memory
+    asked = spell("numa", mode)
+    asked += f", {spell('numa_memory', memory)}" if memory else ""
+    allowed = tuple(sorted(os.sched_getaffinity(0)))
+    order = NumaOrder(mode, memory, asked, devices_here(ROOT), allowed, ROOT)
+    return NumaOfACall(order)
+
+
+@functools.cache
+def devices_here(root: str) -> tuple[PciDevice, ...]:
+    """Return this machine's devices, which do not change while a process runs."""
+    return devices_of(root)
+
+
 def devices_of(root: str = "/", load: Load = importlib.import_module) -> tuple[PciDevice, ...]:
-    """Return the devices. ``root``: where /proc, /sys and /dev are; ``load``: imports NVIDIA's library."""
+    """Return a machine's devices, in the order of their runtime.
+
+    ``root``: where /proc, /sys and /dev are; ``load``: imports NVIDIA's library.
+    """
     return (*_nvidias(Path(root), load), *_amds(Path(root)))
 
 

@@ -1,17 +1,22 @@
-"""The machines of a launch: the records that they exchange with the gate (join, plan, failure), and their order."""
+"""The records between machines: of links and the gate, as JSON, and of an agent and its link.
+
+link -> gate              Join, and failures
+gate -> link              the plan (``Agreed``), and failures
+link -> agent -> launcher Waiting, Refused, RankFailure
+link -> agent             Beat, Planned, AllGone, ForPart
+agent -> link             RankFailure, Done, PartSays
+"""
 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import fields, replace
-from itertools import accumulate
 from typing import Any
 
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.text import both_ends, name_ranks, printable
+from mlaunch.protocol.messages import ForPart, PartSays, Refused, Waiting
 from mlaunch.protocol.spec import Agreed
 
 _LONGEST = {"host": 255, "function": 1000, "role": 255, "run_id": 255}  # characters; of other fields:
@@ -112,36 +117,6 @@ def _is_short(said: Any, longest: int) -> bool:
     return isinstance(said, str) and said.isprintable() and len(said) <= longest
 
 
-@frozen_record
-class RoleRanks:
-    """The place of a machine's ranks among all ranks of the same role: the first one's number, and how many all are."""
-
-    start: int
-    size: int
-
-
-def placed(joined: Sequence[Join]) -> list[Join]:
-    """Return all machines of a launch in order. Counted machines also get their first rank and the world size."""
-    ordered = sorted(joined, key=lambda machine: machine.place)
-    if not ordered[0].machines:
-        return ordered
-    starts = [0, *accumulate(machine.n_gpus for machine in ordered)]
-    return [
-        replace(machine, rank_start=start, world_size=starts[-1])
-        for machine, start in zip(ordered, starts, strict=False)
-    ]
-
-
-def role_ranks(ordered: Sequence[Join]) -> list[RoleRanks]:
-    """Return the place of each machine's ranks among all ranks of their role."""
-    sizes: Counter[str] = Counter()
-    starts = []
-    for machine in ordered:
-        starts.append(sizes[machine.role])
-        sizes[machine.role] += machine.n_gpus
-    return [RoleRanks(start, sizes[machine.role]) for machine, start in zip(ordered, starts, strict=True)]
-
-
 def shortened(failure: RankFailure) -> RankFailure:
     """Return the failure with its texts made printable and short enough for a record.
 
@@ -174,3 +149,30 @@ def failure_of_record(record: Any) -> RankFailure:
     }
     hints = tuple(map(str, record["hints"])) if isinstance(record.get("hints"), list) else ()
     return replace(RankFailure(None, 0, "failed"), **known, hints=hints)
+
+
+@frozen_record
+class Planned:
+    """The plan: all machines have joined. ``interface``: this machine's network interface to the master."""
+
+    agreed: Agreed
+    interface: str
+
+
+@frozen_record
+class Beat:
+    """A heartbeat of the link. Without it, the agent counts the link as lost, as other machines do."""
+
+
+@frozen_record
+class Done:
+    """The agent's message that this machine's ranks are gone."""
+
+
+@frozen_record
+class AllGone:
+    """The link's message that every machine's ranks are gone."""
+
+
+LinkHears = RankFailure | PartSays | Done
+LinkSays = Waiting | Refused | RankFailure | Beat | Planned | AllGone | ForPart

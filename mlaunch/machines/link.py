@@ -17,27 +17,59 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Coroutine
+import time
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
+from mlaunch.agreed_stop.wire import (
+    NAME,
+    AskAll,
+    FreezeRanks,
+    NobodyLooks,
+    RanksFrozen,
+    StopOrder,
+    StopRanks,
+    ThawRanks,
+    is_look,
+)
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.text import printable
+from mlaunch.features import with_hook
 from mlaunch.machines.gate.gate import BEATS
-from mlaunch.machines.gate.membership import Join, agreed_of_record, failure_of_record, shortened
-from mlaunch.machines.link import part_words
-from mlaunch.machines.link.joining_words import JoiningWords
-from mlaunch.machines.link.streams import RankStreams
 from mlaunch.machines.wire import control_protocol
-from mlaunch.machines.wire.link_messages import AllGone, Beat, Done, LinkHears, LinkSays, Planned
+from mlaunch.machines.wire.control_protocol import Pieces, Record
+from mlaunch.machines.wire.machine_records import (
+    AllGone,
+    Beat,
+    Done,
+    Join,
+    LinkHears,
+    LinkSays,
+    Planned,
+    agreed_of_record,
+    failure_of_record,
+    shortened,
+)
 from mlaunch.protocol.channel import Channel, assert_never
-from mlaunch.protocol.messages import CAUSE_DELAY, PartSays, Refused
+from mlaunch.protocol.messages import CAUSE_DELAY, ForPart, PartSays, Refused, Waiting
 from mlaunch.protocol.spec import Rendezvous
 from mlaunch.rendezvous.address import interface_of
+from mlaunch.rendezvous.peer_user import PeerUser
 
 _HANDSHAKE_TIMEOUT = 60.0  # seconds: the gate may be busy with other machines; after that, the link connects again
 _OF_SILENCE = "is that machine cut off, or was a process there stopped (SIGSTOP)? heartbeat_timeout= allows for more"
 _RETRY_DELAYS = (0.05, 1.0)  # seconds between attempts to connect, the first and the longest
+# In most launches all machines have joined before that, and nothing is printed.
+_FIRST_MESSAGE_DELAY = 2.0  # seconds before the first message
+_REMINDER_DELAY = 30.0  # seconds before the same message again
+_CHECK_DELAY = 0.5  # seconds between checks whether there is something to say
+# For all ranks together. A slow gate slows down the ranks that write, and does not fill this process's memory.
+_AHEAD = 1 << 22  # bytes that may wait to be sent before the link stops reading from its ranks
+_BACKLOG = 4096
+_CALL = 0  # the number of the only call in such a launch
+_REASON = 100  # bytes
+_FEATURES = {feature.name for feature in with_hook("agent.part")}
 
 
 class LinkProcess:
@@ -136,7 +168,7 @@ class LinkProcess:
                     failure = shortened(failure_of_record(record["failure"]))
                     self._failed = self._failed or not failure.consequence
                     self._agent.try_send(failure)
-                elif (order := part_words.order_of(record)) is not None:
+                elif (order := order_of(record)) is not None:
                     self._agent.try_send(order)
                 elif "over" in record:
                     self._agent.try_send(AllGone())
@@ -169,7 +201,7 @@ class LinkProcess:
                 self._failed = self._failed or not record.consequence
                 self._post({"failure": asdict(record)})
             case PartSays():
-                self._post(part_words.record_of(record))
+                self._post(record_of(record))
             case Done():
                 self._post({"done": 1})
             case _:
@@ -205,3 +237,180 @@ class LinkProcess:
                 await RankStreams().serve(listener, streams)
         await asyncio.sleep(CAUSE_DELAY)  # the control connection may bring the cause meanwhile
         raise ConnectionError("its connection was closed")
+
+
+class JoiningWords:
+    """The messages of a machine that joins. ``there``: where the gate should be; ``tell``: sends one to the agent."""
+
+    def __init__(self, there: str, tell: Callable[[Waiting], object]) -> None:
+        self._there, self._tell = there, tell
+        self._start = time.monotonic()
+        self.trouble: OSError = OSError("trying")  # why there is no connection
+        self.joined = ""  # which machines have joined, according to the gate's last record
+        self.over = False  # all machines have joined
+
+    async def remind(self) -> None:
+        """Tell the agent what this machine waits for, when that changes and every 30 s, until all have joined."""
+        told, at = "", self._start
+        await asyncio.sleep(_FIRST_MESSAGE_DELAY)
+        while not self.over:
+            now, state = time.monotonic(), self.joined or str(self.trouble)
+            if state != told or now - at >= _REMINDER_DELAY:
+                self._tell(Waiting(self.state()))
+                told, at = state, now
+            await asyncio.sleep(_CHECK_DELAY)
+
+    def state(self) -> str:
+        """Return what this machine waits for, and how long it has waited."""
+        waited = f"after {time.monotonic() - self._start:.0f} s"
+        if self.joined:
+            return f"{waited} at {self._there}: {self.joined}"
+        trouble = self.trouble
+        if isinstance(trouble, control_protocol.UnprovedError):
+            return f"{waited} what answers at {self._there} is not accepted as the master ({trouble}): {trouble.advice}"
+        advice = "is the launch started on the machine of rank 0, with this port, and does a firewall let it through?"
+        if isinstance(trouble, socket.gaierror):
+            advice = "is this the name of the machine of rank 0, and does this machine know it? Or give an address"
+        return f"{waited} no master answers at {self._there} ({trouble.strerror or trouble}): {advice}"
+
+
+# Records for features' parts. About a stop that all machines agree on ("unsure" is true if nobody knows whether ranks
+# look for a stop at all):
+#
+#     link -> gate   {"stop": reason, "patience": seconds, "unsure": bool}, {"frozen": looks}
+#     gate -> link   {"freeze": reason}, {"thaw": 1}, {"stop_at": look, "reason": reason}, {"unused": 1}
+#
+# About other features. The gate passes these on unread: to the machine of rank 0, or from that one to all others:
+#
+#     link -> gate -> link   {"part": feature, "word": its record}
+
+
+def record_of(said: PartSays) -> Record:
+    """Return the record that carries a part's news to the gate."""
+    news = said.news
+    if isinstance(news, dict):
+        return {"part": said.feature, "word": news}
+    if isinstance(news, RanksFrozen):
+        return {"frozen": news.looks}
+    ask = cast(AskAll, news)
+    return {"stop": ask.reason, "patience": ask.patience, "unsure": ask.unsure}
+
+
+def order_of(record: Record) -> ForPart | None:
+    """Return what a record of the gate says to a feature; None if it is about something else, or is invalid."""
+    word = record.get("word")
+    if record.get("part") in _FEATURES and isinstance(word, dict):
+        return ForPart(record["part"], _CALL, word)
+    order = _order_of(record)
+    return None if order is None else ForPart(NAME, _CALL, order)
+
+
+def _order_of(record: Record) -> StopOrder | None:
+    if "unused" in record:
+        return NobodyLooks()
+    if "thaw" in record:
+        return ThawRanks()
+    if "freeze" in record:
+        return FreezeRanks(printable(str(record["freeze"]), _REASON))
+    look = record.get("stop_at")
+    if is_look(look):
+        return StopRanks(look, printable(str(record.get("reason")), _REASON))
+    return None
+
+
+class RankStreams:
+    """The streams of one machine's ranks to the gate, and back.
+
+    Data is passed on as it comes, so the link keeps no whole value, however large it is. Ranks connect to a listening
+    socket, before or after there is a connection to the gate. Connections from other users' processes are closed.
+    """
+
+    def __init__(self) -> None:
+        self._ends: dict[int, asyncio.Transport] = {}  # by their streams' numbers
+        self._connected: set[asyncio.Transport] = set()
+        self._begun = 0
+        self._pieces: Pieces | None = None
+        self._resuming: asyncio.Task[None] | None = None
+
+    async def serve(self, listener: socket.socket, streams: control_protocol.Streams) -> None:
+        """Carry data both ways until the gate's side ends the connection; then close all ranks' connections."""
+        self._pieces = pieces = Pieces(*streams)
+        loop = asyncio.get_running_loop()
+        users = PeerUser()
+        server = await loop.create_server(lambda: _RankEnd(self, users), sock=listener, backlog=_BACKLOG)
+        try:
+            async for stream, data in pieces.received():
+                end = self._ends.get(stream)
+                if end is not None and data:
+                    end.write(data)
+                elif end is not None:
+                    end.close()
+        finally:
+            server.close()
+            users.close()
+            for end in self._connected:
+                end.close()
+
+    def connect(self, end: asyncio.Transport) -> None:
+        """Add a rank's new connection."""
+        self._connected.add(end)
+        # Else the link would read from it, while all others wait for the gate.
+        if self._resuming is not None:
+            end.pause_reading()
+
+    def begin(self, end: asyncio.Transport) -> int:
+        """Begin the stream of a connection whose first data has come, and return the stream's number."""
+        stream, self._begun = self._begun, self._begun + 1
+        self._ends[stream] = end
+        return stream
+
+    def say(self, stream: int, data: bytes) -> None:
+        """Send a rank's data to the gate; b"" says that its connection is closed."""
+        if self._pieces is None:
+            return
+        self._pieces.send(stream, data)
+        if self._pieces.unsent > _AHEAD and self._resuming is None:
+            for end in self._connected:
+                end.pause_reading()
+            self._resuming = asyncio.ensure_future(self._resume(self._pieces))
+
+    async def _resume(self, pieces: Pieces) -> None:
+        try:
+            await pieces.drained()
+        except OSError:  # serve() closes the ranks' connections
+            return
+        self._resuming = None
+        for end in self._connected:
+            end.resume_reading()
+
+    def disconnect(self, end: asyncio.Transport, stream: int | None) -> None:
+        """Remove a rank's closed connection, and tell the gate if it had a stream."""
+        self._connected.discard(end)
+        if stream is not None:
+            self._ends.pop(stream, None)
+            self.say(stream, b"")
+
+
+class _RankEnd(asyncio.Protocol):
+    """One connection of a rank."""
+
+    def __init__(self, streams: RankStreams, users: PeerUser) -> None:
+        self._streams = streams
+        self._users = users
+        self._stream: int | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        # torch's clients know no password, and any user of the machine can connect to a port on loopback.
+        if self._users.is_ours(transport.get_extra_info("socket")):
+            self._streams.connect(transport)
+        else:
+            transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        if self._stream is None:
+            self._stream = self._streams.begin(self._transport)
+        self._streams.say(self._stream, data)
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self._streams.disconnect(self._transport, self._stream)

@@ -13,19 +13,19 @@ import secrets
 _SIGNATURE = 32  # bytes
 
 
-def draw() -> str:
+def draw_secret() -> str:
     """Return a new random secret."""
     return secrets.token_hex(16)
 
 
-def variable(port: int) -> str:
+def variable_of(port: int) -> str:
     """Return the name of the variable in which children of a server's process find its secret."""
     return f"MLAUNCH_SECRET_{port}"
 
 
-def known(port: int) -> str | None:
+def known_secret(port: int) -> str | None:
     """Return the secret of the server at a port; None if this process's environment does not have it."""
-    return os.environ.get(variable(port))
+    return os.environ.get(variable_of(port))
 
 
 class Signer:

@@ -1,26 +1,34 @@
-"""The agent's way to the other machines of its launch: it joins at the gate, which the agent of rank 0 starts."""
+"""The agent's part in a launch over several machines: it joins them, and tells them how its ranks end.
+
+It starts two processes: the link, which talks to the other machines, and for rank 0 the gate, where all links meet.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import errno
+import os
+import signal
 import socket
 import time
-from collections.abc import Iterable
+import traceback
+from collections.abc import Collection, Iterable
 from multiprocessing.connection import wait
+from typing import NoReturn
 
 from mlaunch._version import __version__
-from mlaunch.agent.peers import Joined, NoLaunchError, refuse
+from mlaunch.agent.peers import Joined, NoLaunchError, Peers, refuse
+from mlaunch.base.deadline import NEVER
 from mlaunch.base.exceptions import RankFailure, describe_exit
 from mlaunch.base.text import printable
-from mlaunch.machines.agent.linked_peers import LinkedPeers, silence
-from mlaunch.machines.gate.membership import Join
-from mlaunch.machines.gate.store_process import GateConfig, StoreProcess
-from mlaunch.machines.link.link_handle import Link
-from mlaunch.machines.wire.link_messages import Planned
-from mlaunch.protocol.messages import AgentsEnd, Refused, Waiting
+from mlaunch.machines.gate.store_process import GateConfig, StoreProcess, prepare_process, run_in_loop
+from mlaunch.machines.wire.machine_records import AllGone, Beat, Done, Join, LinkHears, LinkSays, Planned, shortened
+from mlaunch.protocol.channel import Channel, assert_never
+from mlaunch.protocol.messages import AgentsEnd, ForPart, PartSays, Refused, Waiting
 from mlaunch.protocol.spec import Agreed, LaunchSpec, Nodes, Rendezvous, Restarts
 from mlaunch.rendezvous.address import listen_as_master
+
+_LINK = "the process that talks to the other machines"  # as messages call it
 
 
 def join_machines(
@@ -91,9 +99,9 @@ def _advice(spec: LaunchSpec, number: int | None) -> str:
     """Return advice for the error ``number``, if another machine of this launch should be the master; else ""."""
     own = "rank_start" if spec.target is None else f"--node-rank, from 0 to {spec.nodes.count - 1}"
     if number == errno.EADDRINUSE:
-        return f". If several machines of this launch run on one host, each must be given its own {own}"
+        return f". If several machines of this launch run on one host, give each its own {own}"
     if number == errno.EADDRNOTAVAIL:
-        return f". If the address is another machine's, that is the first: this one must be given its own {own}"
+        return f". If the address is another machine's, that machine is the first: give this one its own {own}"
     return ""
 
 
@@ -163,3 +171,129 @@ def _wait_for_plan(
 
 def _name(link: Link) -> str:
     return f"the link on host {socket.gethostname()} (pid {link.pid})"
+
+
+class LinkedPeers(Peers):
+    """The other machines of a launch, which the agent reaches by its link, a process.
+
+    ``timeout``: seconds after which a silent link counts as lost, and is killed.
+    """
+
+    def __init__(self, link: Link, timeout: float = 0.0, *, by_engine: bool = False) -> None:
+        self._link, self.alone = link, False
+        self.agree = not by_engine
+        self.pids = [link.pid]
+        self._timeout = timeout
+        self._heard_at = time.monotonic()
+        self._over, self._told = False, False
+        self._finished = False
+
+    def fds(self) -> list[int]:
+        return [] if self._over else [self._link.channel.fileno()]
+
+    def due(self) -> float:
+        """Return when a link that stays silent counts as lost, in monotonic seconds."""
+        return self._heard_at + self._timeout if self.fds() else NEVER
+
+    def hear(self, ready: Collection[int]) -> RankFailure | ForPart | None:
+        """Read from the link; return a failure of another machine, a record for a feature's part, or None.
+
+        A link that is silent for too long is a failure, too, and so is one that dies before any other failure.
+        """
+        if self._over:
+            return None
+        if self._link.channel.fileno() not in ready:
+            return self._miss(self._link)
+        # Any record counts: the link's heartbeat is for times when it has nothing else to send.
+        self._heard_at = time.monotonic()
+        try:
+            record, _ = self._link.channel.receive()
+        except EOFError:
+            self._over = True
+            if self._told:  # after a failure the link has nothing more to do
+                return None
+            return RankFailure(None, self._link.pid, "died", subject=_LINK, kind="lost")
+        match record:
+            case AllGone():
+                self._over = True
+            case RankFailure() | ForPart():
+                self._told = self._told or isinstance(record, RankFailure)
+                return record
+            case Beat() | Waiting() | Planned() | Refused():  # from before the launch began
+                pass
+            case _:
+                assert_never(record)
+        return None
+
+    def say(self, record: PartSays) -> None:
+        """Send a record of a feature's part to the other machines."""
+        self._link.channel.try_send(record)
+
+    def _miss(self, link: Link) -> RankFailure | None:
+        """Kill a link that has said nothing for too long (somebody has stopped it); return the failure, or None."""
+        if time.monotonic() < self._heard_at + self._timeout:
+            return None
+        self._over = True
+        os.kill(link.pid, signal.SIGKILL)  # our child, not reaped yet: no other process has its pid
+        return RankFailure(None, link.pid, silence(self._timeout), subject=_LINK, kind="lost")
+
+    def tell(self, failure: RankFailure) -> None:
+        """Send a failure to the other machines if it is the first; later ones go only to this machine's caller."""
+        if not self._told:
+            self._told = True
+            self._link.channel.try_send(shortened(failure))
+
+    def finish(self) -> None:
+        """Tell the other machines, once, that this machine's ranks are gone."""
+        if not self._finished:
+            self._finished = True
+            self._link.channel.try_send(Done())
+
+    @property
+    def awaited(self) -> bool:
+        """True if ranks of other machines may still run."""
+        return not self._over
+
+
+def silence(seconds: float) -> str:
+    """Return the end of a sentence about a link that was killed after so many seconds of silence."""
+    return f"said nothing for {seconds:g} s (was it stopped?) and was killed"
+
+
+class Link:
+    """The link, a forked process that ends with this one, and a channel to it.
+
+    ``listener``: the socket where the link accepts connections of this machine's ranks.
+    """
+
+    def __init__(
+        self, cluster: Rendezvous, join: Join, listener: socket.socket, close_in_child: Iterable[int] = ()
+    ) -> None:
+        self.channel: Channel[LinkSays, LinkHears]
+        self.channel, theirs = Channel.pair()
+        parent = os.getpid()
+        # A process beside the agent: heartbeats continue while the agent, which has no event loop, is busy with ranks.
+        self.pid = os.fork()
+        if self.pid == 0:
+            self.channel.close()
+            _run_link(cluster, join, theirs, listener, parent, close_in_child)
+        theirs.close()
+
+
+def _run_link(
+    cluster: Rendezvous,
+    join: Join,
+    agent: Channel[LinkHears, LinkSays],
+    listener: socket.socket,
+    parent: int,
+    close: Iterable[int],
+) -> NoReturn:
+    try:
+        prepare_process(parent, close, "link")
+        from mlaunch.machines.link import LinkProcess
+
+        run_in_loop(LinkProcess(cluster, join, agent).run(listener))
+    except BaseException:  # a bug in mlaunch: its traceback must not be lost
+        traceback.print_exc()
+    finally:
+        os._exit(1)

@@ -1,1 +1,0 @@
-"""The process that connects one machine's ranks with the gate."""
