@@ -28,9 +28,11 @@ _Function = TypeVar("_Function")
 class _Shape(NamedTuple):
     """The facts about a class that the methods use.
 
-    ``by_name``: what may be given by name, by how many are given by position; ``filled``: how many values there are.
+    ``whole``: how many values given by position are all that there are; -1: never. ``by_name``: what may be given by
+    name, by how many are given by position. ``filled``: how many values there are.
     """
 
+    whole: int
     by_position: tuple[str, ...]
     by_name: tuple[frozenset[str], ...]
     filled: int
@@ -73,21 +75,23 @@ def _read(cls: type) -> _Shape:
     none = dataclasses.MISSING
     defaults = {field.name: field.default for field in fields if field.default is not none}
     factories = {field.name: field.default_factory for field in fields if field.default_factory is not none}
+    filled, completes = len({*taken, *defaults, *factories}), hasattr(cls, "__post_init__")
     return _Shape(
+        whole=len(first) if len(first) == filled and not completes else -1,
         by_position=first,
         by_name=tuple(frozenset(taken).difference(first[:given]) for given in range(len(first) + 1)),
-        filled=len({*taken, *defaults, *factories}),
+        filled=filled,
         defaults=defaults,
         factories=tuple(factories.items()),
         shown=tuple(field.name for field in fields if field.repr),
         compared=tuple(field.name for field in fields if field.compare),
-        completes=hasattr(cls, "__post_init__"),
+        completes=completes,
     )
 
 
 def _init(self: Any, /, *given: Any, **named: Any) -> None:
     shape = _shapes.get(type(self)) or _shape_of(type(self))
-    if not named and len(given) == len(shape.by_position) == shape.filled and not shape.completes:  # most
+    if len(given) == shape.whole and not named:  # most
         self.__dict__.update(zip(shape.by_position, given))  # noqa: B905 - they are as many
         return
     if len(given) > len(shape.by_position) or not named.keys() <= shape.by_name[len(given)]:

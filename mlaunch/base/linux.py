@@ -107,24 +107,21 @@ def aside(fd: int) -> int:
 
 
 def identity(fd: int) -> tuple[int, int] | None:
-    """Return (device, inode) of an open descriptor; None if it is closed."""
+    """Return (inode, device) of an open descriptor; None if it is closed."""
     try:
-        status = os.fstat(fd)
+        return os.fstat(fd)[1:3]  # a part of it, since each short call asks
     except OSError:
         return None
-    return status.st_dev, status.st_ino
 
 
 def identities(fds: Iterable[int]) -> dict[int, tuple[int, int] | None]:
     """Return the identities of several descriptors."""
     found: dict[int, tuple[int, int] | None] = {}
-    for fd in fds:
-        try:
-            status = os.fstat(fd)
-        except OSError:
-            found[fd] = None
-        else:
-            found[fd] = status.st_dev, status.st_ino
+    try:
+        for fd in fds:
+            found[fd] = os.fstat(fd)[1:3]
+    except OSError:
+        return {fd: identity(fd) for fd in fds}
     return found
 
 

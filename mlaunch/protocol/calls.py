@@ -8,7 +8,7 @@ import inspect
 import sys
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle.cloudpickle
 
@@ -16,8 +16,7 @@ from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol.by_value import is_importable
 
 
-@frozen_record
-class Reference:
+class Reference(NamedTuple):
     """A function as module, qualified name and number of ``__wrapped__`` layers (decorators, the launcher)."""
 
     module: str
@@ -42,12 +41,25 @@ class Call:
     seed: int | str | None = None
     name: str = ""
 
+    def __init__(
+        self,
+        function: Reference | Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        freed: tuple[int, ...] = (),
+        held: int | None = None,
+        seed: int | str | None = None,
+        name: str = "",
+    ) -> None:
+        # Written by hand, since each short call needs two, and one in each rank.
+        self.__dict__.update(function=function, args=args, kwargs=kwargs, freed=freed, held=held, seed=seed, name=name)
+
 
 def to_plain(call: Call) -> tuple[object, ...]:
     """Return the call in types that pickle knows by itself, which is faster."""
     function: object = call.function
     if isinstance(function, Reference):
-        function = (function.module, function.qualname, function.depth)
+        function = tuple(function)
     # pickle would look up the class by its name in each rank, for every short call.
     return function, call.args, call.kwargs, call.freed, call.held, call.seed
 

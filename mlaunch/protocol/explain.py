@@ -247,7 +247,10 @@ def _rebuild(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, 
 
 def reason(error: Exception) -> str:
     """Return pickle's own reason in brackets; "" if it only repeats what cannot be pickled."""
-    return "" if re.fullmatch(_REPEATED, str(error)) else f" ({type(error).__name__}: {error})"
+    if re.fullmatch(_REPEATED, str(error)):
+        return ""
+    # A TypeError says itself that something cannot be pickled.
+    return f" ({error})" if type(error) is TypeError and str(error) else f" ({type(error).__name__}: {error})"
 
 
 def instead_to_pass(culprit: object) -> str:

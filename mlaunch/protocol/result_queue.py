@@ -20,6 +20,7 @@ R = TypeVar("R")
 
 ANSWER_LIMIT = 2048  # bytes of a value inside an answer; a memory file for each would cost more than a short call
 _LENGTH = struct.Struct("!i")  # as in multiprocessing's connections
+_LENGTH_SIZE, _length = _LENGTH.size, _LENGTH.unpack_from
 _CHUNK = 65536  # bytes: a pipe holds no more
 
 
@@ -77,13 +78,12 @@ class ResultQueue(SimpleQueue[R]):
 
     def _split(self, data: bytes, answers: list[R]) -> bytes:
         """Add the complete answers to ``answers``; return the remaining bytes."""
-        at = 0
-        while at + _LENGTH.size <= len(data):
-            (size,) = _LENGTH.unpack_from(data, at)
-            end = at + _LENGTH.size + size
-            if end > len(data):
+        at, whole = 0, len(data)
+        while (begin := at + _LENGTH_SIZE) <= whole:
+            end = begin + _length(data, at)[0]
+            if end > whole:
                 break
-            answers.append(pickle.loads(memoryview(data)[at + _LENGTH.size : end]))
+            answers.append(pickle.loads(data[begin:end]))
             at = end
         return data[at:]
 
@@ -131,9 +131,8 @@ class Results:
         """Send the launcher a small value, for a call that it has sent."""
         if self.to_launcher is not None:
             rank, number, _, _ = answer
-            self.board.note_done(rank, number)
             # Before it is sent: the agent, which sleeps meanwhile, must never find an answer that is not noted.
-            self.board.note_answer(rank, number)
+            self.board.note_value(rank, number)
             self.to_launcher.put(answer)
             self._wake_launcher(number)
 

@@ -82,6 +82,7 @@ class Rank:
         self._device = args.spec.devices.type
         self._parts: RankParts | None = None  # of the launch's features
         self._is_fork = False  # True in a process that the rank forked, and that came back through the rank's code
+        self._enter = args.results.board.phase_writer(args.local_rank)
         self._task: Task | None = None
         self._answer_fd = -1  # the memfd for large answers
         self._kept = linux.identities([args.channel.fileno(), *args.results.ways()])  # the rank answers on these
@@ -104,10 +105,6 @@ class Rank:
     def live(self) -> int:
         """Live a rank's life; return the exit code."""
         raise NotImplementedError
-
-    def _enter(self, phase: Phase) -> None:
-        if not self._is_fork:  # whose phase is its own business
-            self._args.results.board[self._args.local_rank] = phase
 
     @property
     def _phase(self) -> Phase:
@@ -226,7 +223,7 @@ class Rank:
 
     def _disown(self) -> None:
         """Close, in a fork of the rank, what the rank answers on, even the position in a file."""
-        self._is_fork = True
+        self._is_fork, self._enter = True, _enter_nothing
         null = os.open(os.devnull, os.O_RDWR)  # in place of them: no file of the fork may get these numbers
         for fd, kept in self._kept.items():
             if linux.identity(fd) == kept:
@@ -268,6 +265,10 @@ class Rank:
         catchable = kind is AnswerKind.ERROR and isinstance(error, Exception) and self._spec.target is None
         remote = remote_error.describe(error, phase, self._device, catchable=catchable)
         self._answer(kind, remote, consequence=consequence or remote_error.is_consequence(remote))
+
+
+def _enter_nothing(_phase: Phase) -> None:
+    """Note no phase, in a fork of a rank, whose phases are its own business."""
 
 
 def _end(text: str) -> NoReturn:

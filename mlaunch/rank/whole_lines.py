@@ -40,6 +40,8 @@ class WholeLines(io.BufferedWriter):
 
     def flush(self) -> None:
         """Write everything; in a signal handler that interrupts a write of its thread, only the handler's own."""
+        if not self._held and not self._aside:  # as after most calls
+            return
         aside, self._aside = self._aside, b""
         try:
             if aside:
@@ -58,8 +60,8 @@ class WholeLines(io.BufferedWriter):
             super().write(piece)
             self.flush()
         if end < len(taken):
-            super().write(taken[end:])
             self._held += len(taken) - end
+            super().write(taken[end:])
 
     def _write_past(self, data: memoryview) -> None:
         """Write past the buffer, and its lock, which refuses the thread that has it already."""

@@ -83,7 +83,6 @@ _awaits: dict[int, Any] = {}  # by thread, the work for whose end it waits
 _works: dict[int, tuple[weakref.ref[Any], Begun]] = {}  # by id
 _messages = 0
 _most = _FEW
-_NOTHING_BEGUN = Tally()
 is_watched = False
 
 
@@ -297,11 +296,13 @@ def numbers_of(name: str, group: Any) -> Iterator[tuple[str, int | None, Tally]]
     """
     for part, backend, device, counts_messages in _parts_of(name, group):
         numbers = _tally_of(group, device) or Tally()
-        yield part, _number(backend, numbers, counts_messages=counts_messages), numbers
+        yield part, _number(backend, numbers, counts_messages), numbers
 
 
 # A part's name, its backend, one of its devices, and whether the backend counts messages.
 _Part = tuple[str, Any, str, bool]
+# The same with mlaunch's tally in place of the device; a group keeps its tallies as long as it exists.
+_TalliedPart = tuple[str, Any, Tally, bool]
 
 
 def _parts_of(name: str, group: Any) -> list[_Part]:
@@ -311,6 +312,12 @@ def _parts_of(name: str, group: Any) -> list[_Part]:
     ]
 
 
+def _tallied_parts_of(name: str, group: Any) -> Iterator[_TalliedPart]:
+    _of_group(group, ())  # so that there is a tally, also before the first operation
+    for part, backend, device, counts_messages in _parts_of(name, group):
+        yield part, backend, _tally_of(group, device) or Tally(), counts_messages
+
+
 def _tally_of(group: Any, device: str) -> Tally | None:
     held = _groups.get(id(group))
     if held is None or held.known() is not group:
@@ -318,7 +325,7 @@ def _tally_of(group: Any, device: str) -> Tally | None:
     return held.by_device.get(device, held.numbers)
 
 
-def _number(backend: Any, numbers: Tally, *, counts_messages: bool) -> int | None:
+def _number(backend: Any, numbers: Tally, counts_messages: bool) -> int | None:
     if numbers.held is not None:
         return numbers.held
     number = process_groups.number_of(backend)
@@ -333,7 +340,8 @@ class AllNumbers:
     """
 
     def __init__(self) -> None:
-        self._parts: list[tuple[Any, list[_Part]]] = []  # with a weak reference to the group
+        # With a weak reference to the group.
+        self._parts: list[tuple[Any, list[_TalliedPart]]] = []
 
     def read(self) -> dict[str, int | None]:
         """Return the numbers."""
@@ -341,16 +349,15 @@ class AllNumbers:
         if [group() for group, _ in parts] != groups:
             parts = self._look_up(groups)
         found: dict[str, int | None] = {}
-        for group, of_group in parts:
-            for part, backend, device, counts_messages in of_group:
-                numbers = _tally_of(group(), device) or _NOTHING_BEGUN
-                found[part] = _number(backend, numbers, counts_messages=counts_messages)
+        for _, of_group in parts:
+            for part, backend, tally, counts_messages in of_group:
+                found[part] = _number(backend, tally, counts_messages)
         return found
 
-    def _look_up(self, groups: list[Any]) -> list[tuple[Any, list[_Part]]]:
+    def _look_up(self, groups: list[Any]) -> list[tuple[Any, list[_TalliedPart]]]:
         names = {id(group): name for name, group in process_groups.by_name().items()}
         parts = [
-            (weakref.ref(group, self._forget), _parts_of(names[id(group)], group))
+            (weakref.ref(group, self._forget), list(_tallied_parts_of(names[id(group)], group)))
             for group in groups
             if id(group) in names
         ]

@@ -489,7 +489,7 @@ def test_unread_output_is_dropped_once_nobody_waits_and_its_size_is_told() -> No
 
 def test_rows_of_a_board_go_to_another_machines_clock() -> None:
     here, there = Board.create(3), Board.create(1)
-    there[0] = Phase.RUNNING
+    there.phase_writer(0)(Phase.RUNNING)
     there.begin_loop(0, 10, "epochs")
     there.count(0, 4)
     assert 8 * len(there.row(0)) < os.fstat(there.fd).st_size  # not what the rank has noted of its output

@@ -41,7 +41,7 @@ def test_a_launch_runs_when_all_ranks_do(phases: tuple[Phase, ...], said: str) -
     spec = SimpleNamespace(call=SimpleNamespace(name="train()"), local_world_size=2, rank_start=0)
     outcome: Any = SimpleNamespace(spec=spec, failures=[], stopped=[])
     for local_rank, phase in enumerate(phases):
-        board[local_rank] = phase
+        board.phase_writer(local_rank)(phase)
     [line] = status_lines(outcome, History(board=board), "")
     assert line.split("  ")[::2] == ["train()", said]
     over = status_lines(outcome, History(board=board), "", over=True)
@@ -61,7 +61,7 @@ def test_imports_of_ranks_are_told(module: str, said: str) -> None:
     spec = SimpleNamespace(call=SimpleNamespace(name="train()"), local_world_size=2, rank_start=0)
     outcome: Any = SimpleNamespace(spec=spec, failures=[], stopped=[])
     for local_rank in range(2):
-        board[local_rank] = Phase.RUNNING
+        board.phase_writer(local_rank)(Phase.RUNNING)
     board.note_import(1, module)
     [line] = status_lines(outcome, History(board=board), "")
     assert line.endswith(f"  {said}")

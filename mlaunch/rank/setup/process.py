@@ -146,9 +146,9 @@ def flush() -> None:
 
 def fill_streams() -> None:
     """Open standard streams that are closed on /dev/null: the next file that is opened would take their numbers."""
-    for fd in range(3):
+    for fd in (0, 1, 2):
         try:
-            os.fstat(fd)
+            os.get_inheritable(fd)  # the cheapest question; each call on ranks that stay asks
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number that is free
 
