@@ -47,9 +47,7 @@ if TYPE_CHECKING:
         join_from_slurm,
         join_from_torch,
     )
-    from mlaunch.rank.for_users.current_device import device
-    from mlaunch.rank.for_users.logs import RankZeroFilter
-    from mlaunch.rank.for_users.progress import progress, report, step
+    from mlaunch.rank.for_users import RankZeroFilter, device, progress, report, step
     from mlaunch.sweeps.caller.run_future import Run
     from mlaunch.sweeps.caller.sweep import Sweep
 
@@ -64,11 +62,9 @@ _NAMES = {
     "mlaunch.compat.rank.groups": "WORLD Group bcast_list_ get_backend get_client get_local_device_id "
     "get_py_server_addr get_rank get_world_size group_barrier is_distributed make_allreduce_cb new_group "
     "override_backend synchronized",
-    "mlaunch.rank.for_users.current_device": "device",
     "mlaunch.compat.rank.join": "init_process_group join join_from_env join_from_openmpi join_from_slurm "
     "join_from_torch",
-    "mlaunch.rank.for_users.logs": "RankZeroFilter",
-    "mlaunch.rank.for_users.progress": "progress report step",
+    "mlaunch.rank.for_users": "RankZeroFilter device progress report step",
     "mlaunch.agreed_stop.rank": "stopping",
     "mlaunch.compat.rank.client": "Client",
     "mlaunch.compat.caller.server": "Server",

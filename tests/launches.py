@@ -27,7 +27,7 @@ from mlaunch.caller.server.warm import warm_server
 from mlaunch.protocol import registry
 from mlaunch.protocol.board import REPORTS_KEPT
 from mlaunch.protocol.messages import Phase
-from mlaunch.rank.for_users import progress
+from mlaunch.rank import for_users
 
 if TYPE_CHECKING:
     import pytest
@@ -179,7 +179,7 @@ def ask(word: str, launch: str = "", *, patient: bool = False) -> list[dict[str,
 
     ``word``: "status", "stacks", "why", "watch"; "stop" and "end" end them. ``patient``: wait as long as it takes.
     """
-    said = import_module("mlaunch.agreed_stop.command").STOP if word == "stop" else word.encode()
+    said = import_module("mlaunch.agreed_stop.wire").STOP if word == "stop" else word.encode()
     return running_launches.ask(said, launch, patient=patient)
 
 
@@ -225,13 +225,13 @@ def phase_of(rank: int) -> Phase | None:
 
 def board_here() -> Board | None:
     """In a rank: the memory in which the ranks of its launch say how far they are."""
-    return None if progress.slot is None else progress.slot.board
+    return None if for_users.slot is None else for_users.slot.board
 
 
 def loop_here() -> Any:
     """In a rank: how far its outermost loop over ``mlaunch.progress`` is."""
-    assert progress.slot is not None
-    return progress.slot.board.loop(progress.slot.local_rank)
+    assert for_users.slot is not None
+    return for_users.slot.board.loop(for_users.slot.local_rank)
 
 
 def be_no_rank() -> None:
@@ -241,12 +241,12 @@ def be_no_rank() -> None:
 
 def recognised() -> Any:
     """In a process that some launcher has started: what its environment says of it."""
-    return import_module("mlaunch.rank.joining.recognise").recognise(os.environ)
+    return import_module("mlaunch.rank.other_launchers").recognise(os.environ)
 
 
 def once_it_joins(patch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
     """Do this in place of the first step of ``mlaunch.join``."""
-    patch.setattr("mlaunch.rank.joining.become_rank._complete_environment", lambda _: act())
+    patch.setattr("mlaunch.rank.become_rank._complete_environment", lambda _: act())
 
 
 def secret_here() -> str:
@@ -483,15 +483,15 @@ def once_devices_are_chosen(patch: pytest.MonkeyPatch, act: Callable[[ForkServer
 
 
 def kept_servers() -> list[ZygoteState]:
-    return import_module("mlaunch.warm.caller.zygote_upkeep").states(os.environ)
+    return import_module("mlaunch.warm.caller.zygotes").states(os.environ)
 
 
 def keep_a_server(seconds: float, preload: Sequence[str] = ()) -> None:
-    import_module("mlaunch.warm.caller.zygote_upkeep").begin(os.environ, seconds, tuple(preload))
+    import_module("mlaunch.warm.caller.zygotes").begin(os.environ, seconds, tuple(preload))
 
 
 def end_kept_servers() -> None:
-    import_module("mlaunch.warm.caller.zygote_upkeep").end_all(os.environ)
+    import_module("mlaunch.warm.caller.zygotes").end_all(os.environ)
 
 
 # What users see
@@ -573,7 +573,7 @@ def check_share(ranks: int, cpus: int) -> None:
 
 def let_ranks_need(patch: pytest.MonkeyPatch, size: int) -> None:
     """Have agents believe that a rank takes so many bytes of memory."""
-    patch.setattr("mlaunch.agent.capacity._LEAST_MEMORY", size)
+    patch.setattr("mlaunch.agent.machine_limits._LEAST_MEMORY", size)
 
 
 def fork_at_once(patch: pytest.MonkeyPatch, most: int) -> None:

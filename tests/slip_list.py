@@ -420,7 +420,7 @@ SLIPS = (
     Slip(
         "kept and prepared",
         "prepared_ranks_may_end",
-        "agent/prepared.py",
+        "agent/one_call.py",
         "        self.must_stay = self._waits = False\n",
         "        self._waits = False\n",
         ("contract/test_prepared.py::test_a_resting_agent_holds_nothing_of_a_call_that_was_prepared",),
@@ -429,7 +429,7 @@ SLIPS = (
     Slip(
         "kept and prepared",
         "name_of_a_prepared_agent",
-        "agent/prepared.py",
+        "agent/one_call.py",
         '        name_process("agent", call.name)\n',
         "",
         ("contract/test_prepared.py::test_a_resting_agent_holds_nothing_of_a_call_that_was_prepared",),
@@ -890,8 +890,8 @@ SLIPS = (
         "profile",
         "profile_at_the_end_of_a_function",
         "profile/rank.py",
-        "        progress.count_steps(None)\n        self._end()\n",
-        "        progress.count_steps(None)\n",
+        "        for_users.count_steps(None)\n        self._end()\n",
+        "        for_users.count_steps(None)\n",
         (
             "contract/test_profiles.py::test_a_function_that_ends_before",
             "contract/test_profiles.py::test_steps_that_the_function_counts",

@@ -8,9 +8,9 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mlaunch.agent import capacity
-from mlaunch.agent.peers import refuse
+from mlaunch.agent import machine_limits
 from mlaunch.agent.rank_process import RankProcess
+from mlaunch.agent.supervision import refuse
 from mlaunch.base import linux
 from mlaunch.base.deadline import Deadline
 from mlaunch.base.fds import OwnedFds, close_all, memory_file
@@ -111,7 +111,7 @@ def fork_ranks(context: ForkContext, launcher: AgentsEnd) -> list[RankProcess]:
     for start in range(0, size, _AT_ONCE):
         if ranks and context.watch.is_over(ranks):
             break
-        if ranks and (short := capacity.runs_short()):
+        if ranks and (short := machine_limits.runs_short()):
             refuse(launcher, f"{short} after {start} of {size} ranks were forked; give fewer ranks")
         some = range(start, min(start + _AT_ONCE, size))
         try:
@@ -187,7 +187,7 @@ def _fork(pending: _PendingRank, all_of_them: Sequence[_PendingRank], owned: Own
     try:
         pid = os.fork()
     except OSError as error:
-        raise NoRoomError(capacity.why_no_fork(error)) from error
+        raise NoRoomError(machine_limits.why_no_fork(error)) from error
     if pid == 0:
         try:
             linux.die_with(parent)

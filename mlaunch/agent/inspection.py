@@ -11,8 +11,7 @@ import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mlaunch.agent.rank_process import RankProcess
-from mlaunch.agent.stack_requests import state_of
+from mlaunch.agent.rank_process import RankProcess, state_of
 from mlaunch.base.deadline import NEVER
 from mlaunch.base.frames import STATES
 from mlaunch.protocol import registry

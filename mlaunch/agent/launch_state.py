@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from mlaunch.agent.questions import Questions
 from mlaunch.agent.stopping import Stopping
@@ -12,6 +13,9 @@ from mlaunch.base.deadline import Deadline
 from mlaunch.protocol.channel import pickled
 from mlaunch.protocol.messages import Errand, RunCall
 from mlaunch.protocol.spec import Details
+
+if TYPE_CHECKING:
+    pass
 
 
 @dataclass
@@ -24,11 +28,11 @@ class OngoingCall:
     released: bool = False  # all have answered, so the ranks may go on
     errand: Errand = Errand.RUN
     details: Details | None = None  # for ranks that were prepared
-    from_launcher: bool = False  # who sent it to the ranks, and hears of small values without us
+    from_launcher: bool = False  # the launcher sent it to the ranks itself, and gets small values without us
 
 
 class LaunchState:
-    """``on_stop`` is called when the launch's end begins.
+    """The state of a launch. ``on_stop`` is called when its end begins.
 
     Attributes:
         ranks: Those that are not reaped, by pidfd.
@@ -56,11 +60,11 @@ class LaunchState:
         ``seconds``: of its deadline, as the caller gave it; ``deadline``: what is left of that.
         """
         self.begin(OngoingCall(0, seconds, deadline, details=details), call_fd=call_fd)
-        if not self.peers.awaited:  # they are told why we stop, which is known when the rank has ended
+        if not self.peers.awaited:  # peers learn why we stop, which is known only when the rank has ended
             self.stopping.endings.watch_soon()
 
     def begin(self, call: OngoingCall, data: bytes = b"", call_fd: int | None = None) -> None:
-        """Send all ranks a call, or an errand of their agent's."""
+        """Send all ranks a call, or an errand of the agent."""
         self.call = call
         record = pickled(RunCall(call.number, call.errand, data, call_fd is not None, call.details))
         for rank in self.by_local_rank:

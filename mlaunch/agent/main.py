@@ -15,15 +15,13 @@ import time
 import traceback
 from typing import NoReturn
 
-from mlaunch.agent import capacity
+from mlaunch.agent import machine_limits
 from mlaunch.agent.fork_ranks import EarlyWatch, ForkContext, fork_ranks
 from mlaunch.agent.inspection import Inspection
+from mlaunch.agent.leftovers import SharedNames
 from mlaunch.agent.many_calls import PartOfRepeatedCalls, RepeatedCalls
-from mlaunch.agent.one_call import OneCall
-from mlaunch.agent.peers import Joined, NoLaunchError, Peers, refuse
-from mlaunch.agent.prepared import PreparedCall, as_prepared
-from mlaunch.agent.shared_names import SharedNames
-from mlaunch.agent.supervision import Supervision
+from mlaunch.agent.one_call import OneCall, PreparedCall, as_prepared
+from mlaunch.agent.supervision import Joined, NoLaunchError, Peers, Supervision, refuse
 from mlaunch.agent.supervisor import Supervisor
 from mlaunch.base import linux
 from mlaunch.base.deadline import Deadline
@@ -196,7 +194,7 @@ def _supervise(
 
 def _join(spec: LaunchSpec, listener: socket.socket, launcher: AgentsEnd, parent: int, owned: OwnedFds) -> Joined:
     """Join the other machines, if there are any and this one has room for its ranks."""
-    if lacks := capacity.lacks(spec.local_world_size, script=spec.target is not None):
+    if lacks := machine_limits.lacks(spec.local_world_size, script=spec.target is not None):
         refuse(launcher, lacks)
     if spec.cluster is None:
         return Joined(spec, None, Peers())

@@ -11,8 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.agent.questions import EnteredRequests
-from mlaunch.agent.rank_process import RankProcess
-from mlaunch.agent.stack_requests import StackRequests
+from mlaunch.agent.rank_process import RankProcess, StackRequests
 from mlaunch.base.deadline import NEVER
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.fds import close_all
@@ -153,7 +152,7 @@ class AgentParts:
 
         [feature] = [feature.name for feature in FEATURES if word in feature.words]
         if at_hand(feature, "agent") is None:
-            tell({"refused": f"the launch's installation of mlaunch lacks mlaunch/{feature}, which tells that"})
+            tell({"refused": f"the launch's installation of mlaunch lacks mlaunch/{feature}, which answers that"})
         else:
             self._part(feature).asked(word, tell)
 

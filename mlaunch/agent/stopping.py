@@ -15,8 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from mlaunch.agent.questions import EnteredRequests, Questions
-from mlaunch.agent.rank_process import RankProcess
-from mlaunch.agent.stack_requests import StackRequests, state_of
+from mlaunch.agent.rank_process import RankProcess, StackRequests, state_of
 from mlaunch.base.deadline import NEVER
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.fds import close_all

@@ -1,61 +1,79 @@
-"""All that a supervisor is given: a launch that has begun, and the world, whose clock a test can move."""
+"""All that a supervisor is given: the ranks, the system calls, whose clock a test can replace, the other machines."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from mlaunch.agent import stack_requests
+from mlaunch.agent import rank_process
 from mlaunch.agent.inspection import Inspection
-from mlaunch.agent.peers import Peers
 from mlaunch.agent.rank_process import RankProcess
 from mlaunch.base import linux, orphans
+from mlaunch.base.deadline import NEVER
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.orphans import ChildEnds
-from mlaunch.protocol.messages import AgentHears, AgentsEnd, Phase
+from mlaunch.protocol.messages import AgentHears, AgentsEnd, ForPart, PartSays, Phase, Refused
 from mlaunch.protocol.result_queue import Results
 
 if TYPE_CHECKING:
+    from mlaunch.base.exceptions import RankFailure
     from mlaunch.machines.gate.store_process import StoreProcess
-
-_PIDFD_THREAD = os.O_EXCL  # as the kernel defines it
-_EXIT_CODE = 49  # its place in /proc/PID/stat behind the name
+    from mlaunch.protocol.spec import LaunchSpec
 
 
-def watch_threads(pid: int) -> list[int]:
-    """Open pidfds of two threads of a process, the main one and another if there is one; of none on older kernels."""
-    found: list[int] = []
-    if os.readlink("/proc/self") != str(os.getpid()):  # it numbers processes otherwise
-        return found
-    others = [int(name) for name in os.listdir(f"/proc/{pid}/task") if int(name) != pid]
-    for thread in (pid, *others[:1]):
-        with contextlib.suppress(OSError):
-            found.append(os.pidfd_open(thread, _PIDFD_THREAD))
-    return found
+class Peers:
+    """There are none, and nothing is told or awaited: ``machines/agent.py`` has those that there are.
 
+    Attributes:
+        alone: There are none.
+        agree: Each machine has a caller of its own, so they have to agree on when to stop.
+        pids: Of processes that nobody else reaps.
+    """
 
-def is_failing(pid: int) -> bool:
-    """True if a process has begun to end with a status other than 0, which nothing can change any more."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
-        return int(file.read().rpartition(b")")[2].split()[_EXIT_CODE]) != 0
-    return False
+    alone = True
+    agree = False
+    pids: Sequence[int] = ()
+
+    @property
+    def awaited(self) -> bool:
+        """True if some have not finished."""
+        return False
+
+    def fds(self) -> list[int]:
+        return []
+
+    def due(self) -> float:
+        """Return when the way to them will count as lost, in monotonic seconds."""
+        return NEVER
+
+    def hear(self, ready: Collection[int]) -> RankFailure | ForPart | None:  # noqa: ARG002 - others need it
+        """Return the first failure of another machine, or a word for a feature's part, if that is the news."""
+        return None
+
+    def say(self, record: PartSays) -> None:
+        """Say a word of a feature's part there."""
+
+    def tell(self, failure: RankFailure) -> None:
+        """Send them the first failure here; those that follow go to this machine's caller."""
+
+    def finish(self) -> None:
+        """Tell them that this machine's ranks are gone."""
 
 
 @frozen_record
 class System:
-    """The world as a supervisor acts on it.
+    """The system calls of a supervisor, and its clock, which a test can replace.
 
     Attributes:
         clock: Gives monotonic seconds.
         wait: ``linux.wait_readable``.
         end_children: That of ``orphans``, and so is ``reap``.
-        child_ends: Makes the object that hears of ends.
+        child_ends: Makes the object that notices when children end.
         group: Signals a process group by its leader's pid.
-        process: Signals a rank alone.
+        process: Signals only a rank, not what it has started.
         stray: Signals a process that has left its group, by pid and pidfd.
         request: Asks for stacks by a signal; False: that rank cannot answer.
         is_ending: True if a rank, by pid, is about to end.
@@ -71,10 +89,10 @@ class System:
     group: Callable[[int, int], None] = linux.signal_group
     process: Callable[[int, int], None] = os.kill
     stray: Callable[[int, int, int], None] = linux.signal_if_not_leader
-    request: Callable[[int, Phase, int], bool] = stack_requests.request
-    is_ending: Callable[[int, Phase], bool] = stack_requests.is_ending
-    is_failing: Callable[[int], bool] = is_failing
-    watch: Callable[[int], list[int]] = watch_threads
+    request: Callable[[int, Phase, int], bool] = rank_process.request_stacks
+    is_ending: Callable[[int, Phase], bool] = rank_process.is_ending
+    is_failing: Callable[[int], bool] = rank_process.is_failing
+    watch: Callable[[int], list[int]] = rank_process.watch_threads
 
 
 @frozen_record
@@ -94,3 +112,22 @@ class Supervision:
     callers_signals: tuple[int, ...] = ()
     # What the launcher has said while the ranks were forked, with descriptors.
     said: Sequence[tuple[AgentHears | None, list[int]]] = ()
+
+
+@frozen_record
+class Joined:
+    """The result of joining. ``server``: the process with the gate and the launch's store, if this machine has it."""
+
+    spec: LaunchSpec
+    server: StoreProcess | None
+    peers: Peers
+
+
+class NoLaunchError(Exception):
+    """The machines did not come together, or have no room; the launcher has been told."""
+
+
+def refuse(launcher: AgentsEnd, why: str, *, late: bool = False) -> NoReturn:
+    """Tell the launcher why there is no launch. ``late``: its deadline has passed."""
+    launcher.try_send(Refused(why, late=late))
+    raise NoLaunchError

@@ -10,19 +10,18 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from mlaunch.agent.evidence import Evidence, limits_of
 from mlaunch.agent.launch_state import LaunchState
+from mlaunch.agent.leftovers import Adopted
+from mlaunch.agent.machine_limits import Evidence, limits_of
 from mlaunch.agent.one_call import Calls
-from mlaunch.agent.peers import SharedFailure
 from mlaunch.agent.rank_process import RankProcess
 from mlaunch.agent.scene import AgentParts
-from mlaunch.agent.supervision import Supervision, System
+from mlaunch.agent.supervision import Peers, Supervision
 from mlaunch.base.deadline import NEVER
 from mlaunch.base.exceptions import RankFailure
-from mlaunch.base.orphans import ChildEnds
 from mlaunch.protocol import failures, launch_files
 from mlaunch.protocol.messages import (
     CAUSE_DELAY,
@@ -38,6 +37,9 @@ from mlaunch.protocol.messages import (
 
 if TYPE_CHECKING:
     from mlaunch.machines.gate.store_process import StoreProcess
+
+# After a failure nobody waits for the others longer than it takes to tell them.
+_FAREWELL_TIMEOUT = 1.0  # seconds for the other machines to learn of a failure
 
 
 class Supervisor:
@@ -245,37 +247,32 @@ class Supervisor:
             self._parts.hear_machines(news)
 
 
-_WATCH_DELAY = 0.05  # seconds into a launch: shorter ones are spared the work
+class SharedFailure:
+    """The failure of this machine that its peers are told. ``clock`` gives monotonic seconds."""
 
+    def __init__(self, peers: Peers, clock: Callable[[], float]) -> None:
+        self._peers = peers
+        self._clock = clock
+        self._first: RankFailure | None = None
+        self.farewell_at = NEVER  # when we no longer wait for the peers to hear of it
 
-class Adopted:
-    """Reaps what ranks have started and left, as it ends: the agent is the parent that such processes get.
+    def remember(self, describe: Callable[[], RankFailure]) -> None:
+        """Keep the first failure here, or the first that is no consequence, if there are peers."""
+        if not self._peers.awaited or (self._first is not None and not self._first.consequence):
+            return
+        failure = describe()
+        if self._first is None or not failure.consequence:
+            self._first = failure
 
-    A rank that runs ``os.system("command &")`` at each step would fill the table of processes otherwise. ``own``: the
-    children whose statuses others take.
-    """
+    def tell(self) -> None:
+        """Tell the peers why the ranks here are stopped."""
+        if self._first is not None:
+            self._peers.tell(self._first)
 
-    def __init__(self, system: System, own: Callable[[], Collection[int]]) -> None:
-        self._system = system
-        self._own = own
-        self._ends: ChildEnds | None = None
-        self.due = system.clock() + _WATCH_DELAY  # when ``reap`` begins to watch; ``NEVER``: it does
-
-    def fds(self) -> list[int]:
-        return [] if self._ends is None else [self._ends.fileno()]
-
-    def reap(self, ready: Collection[int]) -> None:
-        """Reap what has ended, if some child has."""
-        if self.due < NEVER and self._system.clock() >= self.due:
-            self.due, self._ends = NEVER, self._system.child_ends()
-            self._system.reap(self._own())  # those of before
-        elif self._ends is not None and self._ends.fileno() in ready:
-            self._ends.take()  # first: who ends from now on is heard of again
-            self._system.reap(self._own())
-
-    def close(self) -> None:
-        """Watch no more."""
-        self.due = NEVER
-        if self._ends is not None:
-            self._ends.close()
-            self._ends = None
+    def is_awaited(self, *, stopping: bool) -> bool:
+        """True if the peers' ranks may still be there. After a failure they are given the time to hear of it."""
+        self._peers.finish()
+        if stopping and self.farewell_at == NEVER:
+            self.tell()
+            self.farewell_at = self._clock() + _FAREWELL_TIMEOUT
+        return self._peers.awaited and self._clock() < self.farewell_at

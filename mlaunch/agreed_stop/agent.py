@@ -222,12 +222,12 @@ def why_not(look: int | None, looks: Mapping[int, int | None]) -> str:
         parts.append(f"{name_some_ranks(silent)} cannot answer (C code holds the interpreter lock, or the process is "
                      f"stopped)")  # fmt: skip
     if never:
-        parts.append(f"{name_some_ranks(never)} never asked mlaunch.stopping()")
+        parts.append(f"{name_some_ranks(never)} never called mlaunch.stopping()")
     if behind and max(behind.values()) - min(behind.values()) > 1:
-        counted = ", ".join(f"rank {rank} {count} times" for rank, count in list(behind.items())[:8])
-        parts.append(f"the ranks ask unequally often ({counted}; all stop at time {look})")
+        counted = ", ".join(f"rank {rank}: {count} times" for rank, count in list(behind.items())[:8])
+        parts.append(f"the ranks call mlaunch.stopping() unequally often ({counted}; all stop at call {look})")
     elif behind:
-        parts.append(f"{name_some_ranks(list(behind))} did not ask mlaunch.stopping() again")
+        parts.append(f"{name_some_ranks(list(behind))} did not call mlaunch.stopping() again")
     if heard:
-        parts.append(f"{name_some_ranks(heard)} got the answer and went on")
+        parts.append(f"{name_some_ranks(heard)} got the answer and continued")
     return "; ".join(parts)

@@ -43,8 +43,8 @@ class StopPart(CallerPart):
         if self._numbers and threading.current_thread() is not threading.main_thread():
             raise misuse(
                 RuntimeError(
-                    "stop_on= in a call from another thread than the main one, where Python receives no signals: call "
-                    "from the main thread, or leave stop_on out and ask with mlaunch stop"
+                    "stop_on= works only in the main thread, where Python handles signals: call from there, or leave "
+                    "stop_on out and use mlaunch stop"
                 )
             )
         for number in self._numbers:
@@ -87,6 +87,7 @@ def noted(news: object, name: str) -> Note:
         return Note(facts={"stopped": Stopped(news.reason, news.asked, news.look)})
     if isinstance(news, StopOverdue):
         return Note(
-            f"{name} was asked to stop {news.seconds:g} s ago, and runs: {news.why}; it is ended in {news.left:g} s"
+            f"{name} was asked to stop {news.seconds:g} s ago and still runs: {news.why}; it will be ended in "
+            f"{news.left:g} s"
         )
     return Note()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mlaunch.base import seeding
 from mlaunch.base.exceptions import misuse
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.rank.for_users import current_device
+from mlaunch.rank import for_users
 from mlaunch.rank.setup import device, environment, group
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def _world_of_one(options: Options, bound: torch.device) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
-    from mlaunch.rank.joining.become_rank import leave
+    from mlaunch.rank.become_rank import leave
 
     try:
         backend = device.choose_backend(options.backend, bound.type, device.offered())
@@ -91,11 +91,11 @@ def _world_of_one(options: Options, bound: torch.device) -> Iterator[None]:
         index = torch.accelerator.current_device_index()
         torch.accelerator.set_device_index(bound.index)
     group.join_world(dist.HashStore(), group.Membership(0, 1, backend, options.timeout_seconds, bound))
-    before = current_device.note_device(bound)
+    before = for_users.note_device(bound)
     try:
         yield
     finally:
-        current_device.note_device(before)
+        for_users.note_device(before)
         leave()
         sys.excepthook = hook  # torch wraps it once more each time
         if bound.type != "cpu":

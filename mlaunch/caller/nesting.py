@@ -15,7 +15,7 @@ from mlaunch.base import seeding
 from mlaunch.base.exceptions import misuse
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.protocol import this_rank
-from mlaunch.rank.joining.recognise import RankInfo, recognise
+from mlaunch.rank.other_launchers import RankInfo, recognise
 
 
 def place_to_join(options: Options, name: str) -> RankInfo | None:
@@ -67,7 +67,7 @@ def run_joined(
     """Join the other ranks, unless an earlier call did, and run the function here; return a list of one value."""
     import torch.distributed as dist
 
-    from mlaunch.rank.joining.become_rank import become_rank
+    from mlaunch.rank.become_rank import become_rank
 
     for feature in options.features:
         if feature.instead:

@@ -192,7 +192,7 @@ def _stop(args: argparse.Namespace) -> int:
         raise LookupError(_none_of(args.caller) if args.caller and not found else which(start, found, "stop"))
     for launch in () if args.json else found:
         print(f"{'ending' if args.now else 'stopping'} {title_of(launch)}", flush=True)
-    word = END if args.now else load.room("agreed_stop", "command", "mlaunch stop").STOP
+    word = END if args.now else load.room("agreed_stop", "wire", "mlaunch stop").STOP
     told = ask(word, *ids, patient=True)
     if refused := [answer["refused"] for answer in told if "refused" in answer]:
         raise LookupError(refused[0])

@@ -26,10 +26,8 @@ from mlaunch.base.fds import OwnedFds, close_all
 from mlaunch.base.own_process import name_process
 from mlaunch.base.text import both_ends
 from mlaunch.forkserver import imports
-from mlaunch.forkserver.agents import Launch, NextLaunch, begin
-from mlaunch.forkserver.children import Child, Children
-from mlaunch.forkserver.devices import begin_count
-from mlaunch.forkserver.late import LateImports
+from mlaunch.forkserver.children import Child, Children, Launch, NextLaunch, begin_count, begin_launch
+from mlaunch.forkserver.imports import LateImports
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel, assert_never
 from mlaunch.protocol.server_messages import (
@@ -244,7 +242,7 @@ class _ForkServer:
         self._launch(Launch(self.next.take(), more=True), caller)
 
     def _launch(self, launch: Launch, caller: int) -> None:
-        begin(launch, self.children, lambda: self._owned(caller, spare=launch.fds.there))
+        begin_launch(launch, self.children, lambda: self._owned(caller, spare=launch.fds.there))
 
     def _owned(self, caller: int, spare: Sequence[int] = ()) -> OwnedFds:
         ours = {caller, self.control.fileno(), *self.next.fds()} | self.children.fds()

@@ -17,7 +17,7 @@ from multiprocessing.connection import wait
 from typing import NoReturn
 
 from mlaunch._version import __version__
-from mlaunch.agent.peers import Joined, NoLaunchError, Peers, refuse
+from mlaunch.agent.supervision import Joined, NoLaunchError, Peers, refuse
 from mlaunch.base.deadline import NEVER
 from mlaunch.base.exceptions import RankFailure, describe_exit
 from mlaunch.base.text import printable

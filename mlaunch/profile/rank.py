@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mlaunch.base.own_files import open_file, this_users_directory
 from mlaunch.core.parts import RankPart
 from mlaunch.profile.wire import ProfileOrder
-from mlaunch.rank.for_users import progress
+from mlaunch.rank import for_users
 
 if TYPE_CHECKING:
     from torch import profiler
@@ -57,10 +57,10 @@ class StepProfile:
         if self._profile is not None and self._asked_to_end == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._write_and_end)
         # Through its slot, since progress() is imported by users and must not import torch's profiler.
-        progress.count_steps(self)
+        for_users.count_steps(self)
 
     def __exit__(self, *_: object) -> None:
-        progress.count_steps(None)
+        for_users.count_steps(None)
         self._end()
         if _signal.getsignal(signal.SIGTERM) == self._write_and_end:
             signal.signal(signal.SIGTERM, self._asked_to_end)

@@ -35,8 +35,7 @@ from mlaunch.protocol.messages import (
 from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.result_queue import ANSWER_LIMIT, Results
 from mlaunch.protocol.spec import Details, LaunchSpec, with_details
-from mlaunch.rank import control, remote_error
-from mlaunch.rank.for_users import progress
+from mlaunch.rank import control, for_users, remote_error
 from mlaunch.rank.setup import device, process
 from mlaunch.torch_parts import operations
 
@@ -130,7 +129,7 @@ class Rank:
         device.share_cores(self._spec)
         if self._spec.streams(args.local_rank):
             linux.print_by_lines()
-        progress.open_slot(args.results.board, args.local_rank)
+        for_users.open_slot(args.results.board, args.local_rank)
         if not operations.is_watched:  # else the fork server did it
             operations.watch()
         control.start(args.control)

@@ -25,10 +25,9 @@ from mlaunch.protocol.calls import Call
 from mlaunch.protocol.messages import AnswerKind, Phase
 from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.spec import Details
-from mlaunch.rank import slow_imports, unreadable_call
+from mlaunch.rank import for_users, rank_imports, unreadable_call
 from mlaunch.rank.base import Rank, RankArgs, Task
-from mlaunch.rank.for_users import current_device
-from mlaunch.rank.setup import device, environment, group, interpreter, process
+from mlaunch.rank.setup import device, environment, group, process
 from mlaunch.rank.setup.process import StampedFile
 from mlaunch.rendezvous import tcp_store
 from mlaunch.torch_parts import process_groups
@@ -99,16 +98,16 @@ class FunctionRank(Rank):
         import torch
 
         args, spec = self._args, self._spec
-        process.reset_process(open_stream=self._open_stream, own_handlers_alone=args.inherited is None)
-        interpreter.let_features_stand_in()
+        process.reset_process(open_stream=self._open_stream, own_handlers_only=args.inherited is None)
+        process.let_features_stand_in()
         self._take_surroundings(environment.of_rank(spec, args.local_rank, *args.rendezvous))
         tcp_store.host_all_but(*args.rendezvous)
         self._say_who()
-        sys.breakpointhook = interpreter.LateHook(lambda: self._who)
+        sys.breakpointhook = process.LateHook(lambda: self._who)
         if self._parts is not None:
             self._parts.before_join()
         late_imports.begin()
-        slow_imports.begin(args.results.board, args.local_rank)
+        rank_imports.begin_timing(args.results.board, args.local_rank)
         if args.inherited is None:  # the state of the fork server's generator, equal in all ranks, is nobody's choice
             torch.default_generator.seed()
         self._apply_seed()
@@ -116,7 +115,7 @@ class FunctionRank(Rank):
             self._wait_early()
         self._enter(Phase.BINDING)
         self._bound = device.bind(spec, args.local_rank)
-        current_device.note_device(self._bound)
+        for_users.note_device(self._bound)
         self._device = spec.device(args.local_rank)
         self._enter(Phase.JOINING)
         group.meet_and_join(spec, args.local_rank, args.rendezvous, self._bound)
@@ -170,7 +169,7 @@ class FunctionRank(Rank):
         function, call = self._receive(task)
         self._enter(Phase.RUNNING)
         value = self._call(function, call)
-        slow_imports.conclude()
+        rank_imports.note_slowest()
         self._send(self._outcome_of(call, value))
         late_imports.note(leads=self._args.local_rank == 0)
         del function, call, value  # frees their memory, which other ranks may need
@@ -195,7 +194,7 @@ class FunctionRank(Rank):
             return calls.resolve(inherited.function), inherited
         call = self._unpickle(task.call)
         function = calls.resolve(call.function)
-        interpreter.install_main(function, self._spec.context)
+        process.install_main(function, self._spec.context)
         return function, call
 
     def _unpickle(self, content: Payload) -> Call:

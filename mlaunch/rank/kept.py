@@ -18,7 +18,7 @@ from mlaunch.protocol import calls, this_rank
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.messages import AnswerKind, Errand, Phase
 from mlaunch.protocol.payload import Payload
-from mlaunch.rank import held_objects, in_step, reload
+from mlaunch.rank import held_objects, in_step, rank_imports
 from mlaunch.rank.base import RankArgs, Task
 from mlaunch.rank.function import FunctionRank, UnpicklableValueError, leave_groups
 from mlaunch.rank.setup import group, process
@@ -70,7 +70,7 @@ class KeptRank(FunctionRank):
     def _become_rank(self) -> None:
         super()._become_rank()
         held_objects.table.owner = self._spec.launch_id
-        reload.begin()
+        rank_imports.begin_watch()
         signal.signal(signal.SIGINT, self._call_back)
         self._unraisable, sys.unraisablehook = sys.unraisablehook, self._take_unraisable
         self._enter(Phase.IDLE)
@@ -176,11 +176,11 @@ class KeptRank(FunctionRank):
         return AnswerKind.UNPICKLABLE if isinstance(error, UnpicklableValueError) else AnswerKind.ERROR
 
     def _stale(self) -> str:
-        reload.note()  # before the caller can change a file
+        rank_imports.note_new()  # before the caller can change a file
         # One rank of a machine is enough: all have imported from the same files.
         if self._args.local_rank > 0:
             return ""
-        return ",".join(reload.stamps()[:_STALE_MODULES])[:_STALE_LIMIT]
+        return ",".join(rank_imports.stamps()[:_STALE_MODULES])[:_STALE_LIMIT]
 
     def _answer(self, kind: AnswerKind, content: Any, *, consequence: bool = False) -> None:
         process.flush()  # a line without its end belongs to this call, not to the next

@@ -145,11 +145,11 @@ def _in_words(names: list[str], made: str, error: Exception) -> str:
     path = ".".join(name for name in names if name not in _FIELDS and not name.startswith("__"))
     if isinstance(error, ImportError):
         return (
-            f"of what the call sends, the rank could not import {made}: put its directory on sys.path before the call, "
-            f"or send its module along (cloudpickle.register_pickle_by_value)"
+            f"the rank could not import {made}, which the call uses: put its directory on sys.path before the call, or "
+            f"send its module along (cloudpickle.register_pickle_by_value)"
         )
     what = (f"a {made}" if made else "an object") + (f" at {path!r}" if path else "")
     return (
-        f"of what the call sends, the rank could not unpickle {what}: create such an object inside the function, or "
-        f"give its class a __reduce__ that another process can follow"
+        f"the rank could not unpickle {what}, which the call sends: create such an object inside the function, or give "
+        f"its class a __reduce__ that another process can follow"
     )

@@ -31,7 +31,7 @@ from mlaunch.protocol.spec import LaunchSpec, Target
 from mlaunch.rank.base import Rank, RankArgs
 from mlaunch.rank.remote_error import below_ours
 from mlaunch.rank.setup import device, environment, process
-from mlaunch.rank.whole_lines import Text, WholeLines
+from mlaunch.rank.setup.process import Text, WholeLines
 from mlaunch.rendezvous import tcp_store
 from mlaunch.run.wire import Script
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mlaunch._version import SCHEMA
 from mlaunch.base.exceptions import LaunchError
 from mlaunch.base.text import in_bytes, in_two_units, shown
-from mlaunch.warm.caller import zygote_upkeep
-from mlaunch.warm.caller.at_hand import duration
+from mlaunch.warm.caller import duration, zygotes
 from mlaunch.warm.wire import import_facts
 from mlaunch.warm.wire.zygote_messages import ZygoteState
 
@@ -40,11 +39,9 @@ def add_command(commands: Commands) -> None:
     instead.add_argument(
         "--status",
         action="store_true",
-        help="show the fork servers that are kept, and whether a command here would use them",
+        help="show the warm fork servers, and whether a command here would use them",
     )
-    instead.add_argument(
-        "--stop", action="store_true", help="end all fork servers that are kept; running commands continue"
-    )
+    instead.add_argument("--stop", action="store_true", help="end all warm fork servers; running commands continue")
     warm.add_argument("--json", action="store_true", help="with --status, for programs: one JSON list")
     warm.set_defaults(run=_warm, refuse=warm.error)
 
@@ -63,9 +60,9 @@ def _warm(args: argparse.Namespace) -> int:
     if args.preload is not None and not all(_is_name(name) for name in wanted or ("",)):
         args.refuse(f"--preload {args.preload}: allowed: names of modules with commas between them")
     try:
-        state = zygote_upkeep.begin(os.environ, seconds, wanted)
+        state = zygotes.begin(os.environ, seconds, wanted)
     except KeyboardInterrupt:
-        print("mlaunch: interrupted: no fork server is kept", file=sys.stderr)
+        print("mlaunch: interrupted: no warm fork server was started", file=sys.stderr)
         return _INTERRUPTED
     except BlockingIOError:
         raise OSError("another mlaunch warm has been starting for a minute; look for one that is stopped") from None
@@ -73,12 +70,12 @@ def _warm(args: argparse.Namespace) -> int:
         raise OSError(str(error)) from None
     if lacking := [name for name in wanted if name not in state.preload]:
         raise OSError(
-            f"a fork server (pid {state.pid}) is kept here already, and has not imported {', '.join(lacking)}; end it "
-            f"with mlaunch warm --stop, then start one that has"
+            f"a warm fork server (pid {state.pid}) runs here already, and has not imported {', '.join(lacking)}; end "
+            f"it with mlaunch warm --stop, then start one that imports all of them"
         )
     kept = (
-        f"a fork server (pid {state.pid}) that has imported {_imports(state)} is kept until {in_two_units(state.idle)} "
-        f"after its last use; mlaunch warm --stop ends it"
+        f"a warm fork server (pid {state.pid}) has imported {_imports(state)}, and stays until "
+        f"{in_two_units(state.idle)} after its last use; mlaunch warm --stop ends it"
     )
     print("\n  ".join([kept, *state.notes]))
     return 0
@@ -96,19 +93,19 @@ def _is_name(text: str) -> bool:
 
 
 def _stop() -> int:
-    pids = zygote_upkeep.end_all(os.environ)
-    print(f"ended: pid {', '.join(map(str, pids))}" if pids else "no fork server is kept here")
+    pids = zygotes.end_all(os.environ)
+    print(f"ended: pid {', '.join(map(str, pids))}" if pids else "no warm fork server runs here")
     return 0
 
 
 def _status(*, as_json: bool) -> int:
-    found = zygote_upkeep.states(os.environ, facts=True)
-    here = zygote_upkeep.facts_of(os.environ)
+    found = zygotes.states(os.environ, facts=True)
+    here = zygotes.facts_of(os.environ)
     if as_json:
         print(json.dumps([_as_data(here, state) for state in found], indent=2))
         return 0
     blocks = [[_row(state), *(f"  {line}" for line in [*_verdict(here, state), *state.notes])] for state in found]
-    print("\n\n".join("\n".join(lines) for lines in blocks) or "no fork server is kept here")
+    print("\n\n".join("\n".join(lines) for lines in blocks) or "no warm fork server runs here")
     return 0
 
 
@@ -119,31 +116,31 @@ def _as_data(here: import_facts.Facts, state: ZygoteState) -> dict[str, Any]:
 
 
 def rows(environ: Mapping[str, str]) -> list[str]:
-    """Return a line for each kept fork server."""
-    return [_row(state) for state in zygote_upkeep.states(environ)]
+    """Return a line for each warm fork server."""
+    return [_row(state) for state in zygotes.states(environ)]
 
 
 def _row(state: ZygoteState) -> str:
-    """Return a line about a kept fork server."""
+    """Return a line about a warm fork server."""
     memory = _memory(state.pid)
     left = f"serves {state.serving} now" if state.serving else f"ends in {in_two_units(state.left)}"
     return (
-        f"a fork server (pid {state.pid}) with {_imports(state)}, {in_two_units(state.age)} old: {left}, "
+        f"a warm fork server (pid {state.pid}) with {_imports(state)}, {in_two_units(state.age)} old: {left}, "
         f"has served {state.served}{f', {in_bytes(memory)} of memory' if memory else ''}"
     )
 
 
 def _verdict(here: import_facts.Facts, state: ZygoteState) -> list[str]:
-    return _why_not(here, state) or ["serves all that start here"]
+    return _why_not(here, state) or ["serves all processes that start here"]
 
 
 def _why_not(here: import_facts.Facts, state: ZygoteState) -> list[str]:
-    """Return lines that say why it serves nothing that starts here; none if it does."""
-    if watching := zygote_upkeep.onlooker():
-        return [f"serves nothing here: {watching} would not see its forks"]
+    """Return lines that say why it serves no process that starts here; none if it does."""
+    if watching := zygotes.onlooker():
+        return [f"serves no process that starts here: {watching} would not see its forks"]
     if found := import_facts.differences(here, state.facts):
-        return ["serves none that start here, since these differ:", *found]
-    return [f"serves none that start here: {state.refusal}"] if state.refusal else []
+        return ["serves no process that starts here, since these differ:", *found]
+    return [f"serves no process that starts here: {state.refusal}"] if state.refusal else []
 
 
 def _imports(state: ZygoteState) -> str:

@@ -100,7 +100,7 @@ def test_more_ranks_than_anybody_means(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_more_ranks_than_the_machine_has_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which the agent finds, before it forks any."""
     launches.let_ranks_need(monkeypatch, 2**50)
-    with pytest.raises(LaunchError, match=r"takes\(\) was not started: 2 ranks take 2097152 GiB of memory at least, "):
+    with pytest.raises(LaunchError, match=r"takes\(\) was not started: 2 ranks need at least 2097152 GiB of memory "):
         launcher(takes, 2, start_method="fork")()
 
 

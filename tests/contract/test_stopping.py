@@ -270,10 +270,10 @@ def test_ranks_that_do_not_look_are_ended(tmp_path: Path, capfd: pytest.CaptureF
     caller = os.getpid()
     ours = launcher(deaf, 2, stop_on="USR1", stop_grace=1.0, max_restarts=1)
     with pytest.raises(LaunchError, match=r"did not stop within 1 s of being asked to at \d\d:\d\d:\d\d \(USR1\): "
-                                          r"ranks 0-1 never asked mlaunch.stopping\(\)") as caught:  # fmt: skip
+                                          r"ranks 0-1 never called mlaunch.stopping\(\)") as caught:  # fmt: skip
         ours()
     assert "ranks 0-1 were in read_text at test_stopping.py" in str(caught.value)
-    assert "was asked to stop 0.5 s ago, and runs: ranks 0-1 never asked" in capfd.readouterr().err
+    assert "was asked to stop 0.5 s ago and still runs: ranks 0-1 never called" in capfd.readouterr().err
 
 
 def test_ranks_stay_after_a_call_that_was_stopped(tmp_path: Path) -> None:

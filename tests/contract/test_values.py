@@ -581,10 +581,10 @@ def test_an_object_that_a_rank_cannot_unpickle_is_named(top: dict[str, Any]) -> 
     exec("def train(): return bar.inner", top)
     top["bar"] = Stream()
     what = "the rank could not unpickle a tests.contract.test_values.Wrapper"
-    assert f"{what} at 'bar.file': create such an object inside the function" in notes_of(top["train"])
+    assert f"{what} at 'bar.file', which the call sends: create such an object" in notes_of(top["train"])
     assert f"{what} at 'deep'" in notes_of(id, [1, {"deep": Wrapper(3)}])
     assert f"{what} at 'model'" in notes_of(dict, first=1, model=Wrapper(3), last=numpy.zeros(10_000))
-    assert f"{what}: create" in notes_of(id, Wrapper(3))
+    assert f"{what}, which the call sends: create" in notes_of(id, Wrapper(3))
     with Ranks(n_gpus=1) as ranks, pytest.raises(RecursionError) as caught:
         ranks.run(id, {"deep": Wrapper(3)})
     assert f"{what} at 'deep'" in " ".join(caught.value.__notes__)
@@ -595,5 +595,5 @@ def test_a_module_that_a_rank_cannot_import_is_named(monkeypatch: pytest.MonkeyP
     exec("class Net: pass", vars(module))
     monkeypatch.setitem(sys.modules, "only_here", module)
     told = notes_of(id, module.Net())
-    assert "the rank could not import only_here.Net: put its directory on sys.path before the call" in told
+    assert "the rank could not import only_here.Net, which the call uses: put its directory on sys.path" in told
     assert "ranks look for modules" not in told or sys.version_info < (3, 11)  # once is enough

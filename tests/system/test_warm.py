@@ -18,7 +18,7 @@ import pytest
 
 from mlaunch.base import linux
 from mlaunch.base.peer_process import confinement, is_filtered
-from mlaunch.warm.caller import zygote_upkeep
+from mlaunch.warm.caller import zygotes
 from mlaunch.warm.wire import import_facts
 from mlaunch.warm.wire.zygote_messages import ZygoteState
 from tests import builds, launches, schema, warm_differences
@@ -101,7 +101,7 @@ def zygote() -> Iterator[ZygoteState]:
     done = warm("--for", "20m")
     assert done.returncode == 0, done.stderr
     (state,) = kept()
-    assert re.search(rf"a fork server \(pid {state.pid}\) that has imported torch is kept until 20 min", done.stdout)
+    assert re.search(rf"a warm fork server \(pid {state.pid}\) has imported torch, and stays until 20 min", done.stdout)
     with contextlib.suppress(ProcessLookupError):
         yield state
     launches.end_kept_servers()
@@ -159,12 +159,12 @@ def test_a_rank_is_as_without(tmp_path: Path) -> None:
 def test_what_a_fork_cannot_take_over_is_a_fact(change: str) -> None:
     """Whoever has it otherwise starts a fresh interpreter, and is told by which word."""
     fact, make = warm_differences.CHANGES[change]
-    before = zygote_upkeep.facts_of(os.environ)
+    before = zygotes.facts_of(os.environ)
     ours, theirs = os.pipe()
     if (pid := os.fork()) == 0:
         with contextlib.suppress(OSError, ValueError, AttributeError):
             make()
-            after = zygote_upkeep.facts_of(os.environ)
+            after = zygotes.facts_of(os.environ)
             os.write(theirs, json.dumps(sorted(name for name in after if after[name] != before[name])).encode())
         os._exit(0)
     os.close(theirs)
@@ -310,7 +310,7 @@ def test_variables_of_the_shell_that_keeps_one(tmp_path: Path) -> None:
         script = write(tmp_path, look)
         done = run(tmp_path, script, PYTHONPATH=path, MLAUNCH_DEBUG="1")
         assert done.stdout.startswith("[None, None] None "), done.stderr
-        assert "variable HF_HOME was set to something else when a module read it that is kept" in done.stderr
+        assert "variable HF_HOME was set to something else when a module of the warm fork server read it" in done.stderr
         assert "HF_HOME was set" in warm("--status", PYTHONPATH=path).stdout
         done = run(tmp_path, script, PYTHONPATH=path, MLAUNCH_DEBUG="1", HF_HOME="/of/the/shell")
         assert done.stdout.startswith("['/of/the/shell', None] /of/the/shell "), done.stderr
@@ -351,10 +351,10 @@ def test_preloaded_modules(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
         assert (done.returncode, why in done.stderr) == (1, True), done
     assert kept() == []
     try:
-        assert "has imported torch, fileinput, cmd is kept until 30 min" in warm("--preload", "fileinput,cmd").stdout
+        assert "has imported torch, fileinput, cmd, and stays until 30 min" in warm("--preload", "fileinput,cmd").stdout
         assert warm("--preload", "cmd").returncode == 0
         done = warm("--preload", "cmd,code")
-        assert "is kept here already, and has not imported code; end it with mlaunch warm --stop" in done.stderr
+        assert "runs here already, and has not imported code; end it with mlaunch warm --stop" in done.stderr
         script = write(tmp_path, "import sys; print(sorted({'cmd', 'mailbox'} & {*sys.modules}))")
         assert run(tmp_path, "--preload", "cmd,mailbox", script).stdout == "['cmd', 'mailbox']\n"
         assert [state.served for state in kept()] == [1]
@@ -370,4 +370,4 @@ def test_preloaded_modules(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
     finally:
         launches.end_kept_servers()
     assert launches.command("warm", "--stop") == 0
-    assert capfd.readouterr().out.endswith("no fork server is kept here\n")
+    assert capfd.readouterr().out.endswith("no warm fork server runs here\n")

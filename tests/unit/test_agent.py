@@ -20,17 +20,14 @@ from typing import Any, cast
 import pytest
 
 from mlaunch.agent import fork_ranks as fork_ranks_module
-from mlaunch.agent import stack_requests, supervision
+from mlaunch.agent import rank_process
 from mlaunch.agent.inspection import Inspection
 from mlaunch.agent.many_calls import RepeatedCalls
-from mlaunch.agent.one_call import Calls, OneCall
-from mlaunch.agent.peers import NoLaunchError, Peers
-from mlaunch.agent.prepared import WAIT_LIMIT, PreparedCall
+from mlaunch.agent.one_call import WAIT_LIMIT, Calls, OneCall, PreparedCall
 from mlaunch.agent.questions import NumberRequests, Questions
-from mlaunch.agent.rank_process import RankProcess
-from mlaunch.agent.stack_requests import StackRequests, is_ending, request
+from mlaunch.agent.rank_process import RankProcess, StackRequests, is_ending, is_failing, request_stacks, watch_threads
 from mlaunch.agent.stopping import END_DELAY
-from mlaunch.agent.supervision import Supervision, System
+from mlaunch.agent.supervision import NoLaunchError, Peers, Supervision, System
 from mlaunch.agent.supervisor import Supervisor
 from mlaunch.agreed_stop.wire import NAME, AskToStop
 from mlaunch.base import frames, linux
@@ -293,7 +290,7 @@ def test_a_program_without_a_handler_is_not_asked_for_stacks() -> None:
         while True:
             signal.pause()
     try:
-        assert not request(pid, messages.Phase.RUNNING, frames.STACK_SIGNAL)
+        assert not request_stacks(pid, messages.Phase.RUNNING, frames.STACK_SIGNAL)
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -311,7 +308,7 @@ def test_a_rank_that_has_not_taken_a_request_gets_no_second() -> None:
             signal.pause()
     try:
         assert os.read(reader, 1) == b"!"
-        asked = [request(pid, messages.Phase.RUNNING, frames.STACK_SIGNAL) for _ in range(2)]
+        asked = [request_stacks(pid, messages.Phase.RUNNING, frames.STACK_SIGNAL) for _ in range(2)]
         assert asked == [True, False]
     finally:
         os.kill(pid, signal.SIGKILL)
@@ -366,8 +363,8 @@ def test_a_rank_whose_handler_is_at_work_is_not_asked_again(monkeypatch: pytest.
     reader, writer = os.pipe2(os.O_NONBLOCK)
     rank: Any = SimpleNamespace(stack_fd=reader, stacks="", pid=1)
     requests = StackRequests(lambda *asked: sent.append(asked) is None, lambda: now[0])
-    monkeypatch.setattr(stack_requests, "state_of", lambda _pid: "R")
-    monkeypatch.setattr(stack_requests, "_has_run", lambda _pid: ran[0])
+    monkeypatch.setattr(rank_process, "state_of", lambda _pid: "R")
+    monkeypatch.setattr(rank_process, "_has_run", lambda _pid: ran[0])
     for at, has_run in ((0.0, 1.0), (1.0, 1.01), (2.0, 1.1)):
         now[0], ran[0] = at, has_run
         requests.ask(rank, messages.Phase.RUNNING)
@@ -621,15 +618,15 @@ def test_ranks_that_have_answered_are_watched_no_more() -> None:
 @pytest.mark.parametrize("code", [0, 3, -signal.SIGKILL])
 def test_ends_of_threads_tell_of_a_process(code: int) -> None:
     pid, end = fork_with_a_thread()
-    assert not supervision.is_failing(pid)
-    watched = supervision.watch_threads(pid)
+    assert not is_failing(pid)
+    watched = watch_threads(pid)
     if code < 0:
         os.kill(pid, -code)
     else:
         os.write(end, bytes([code]))
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     ended = wait_readable(watched, 0.0)
-    assert supervision.is_failing(pid) == bool(code)
+    assert is_failing(pid) == bool(code)
     os.waitpid(pid, 0)
     for fd in (*watched, end):
         os.close(fd)
@@ -654,8 +651,8 @@ def fork_with_a_thread() -> tuple[int, int]:
 
 
 def test_nothing_is_told_of_threads_where_proc_numbers_them_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervision.os, "readlink", lambda _: "1")
-    assert supervision.watch_threads(os.getpid()) == []
+    monkeypatch.setattr(rank_process.os, "readlink", lambda _: "1")
+    assert watch_threads(os.getpid()) == []
 
 
 def test_another_consequence_does_not_hold_the_first_longer(world: World) -> None:
@@ -865,7 +862,7 @@ class Forking:
         for part, does in (("_prepare", lambda *_: pending), ("_fork", self.fork), ("_adopt", lambda *_: rank)):
             self.monkeypatch.setattr(fork_ranks_module, part, does)
         self.monkeypatch.setattr(fork_ranks_module, "_AT_ONCE", 1)
-        self.monkeypatch.setattr(fork_ranks_module.capacity, "runs_short", self.between)
+        self.monkeypatch.setattr(fork_ranks_module.machine_limits, "runs_short", self.between)
         watch = fork_ranks_module.EarlyWatch(launcher, parent, OwnedFds(), Deadline(due))
         context = SimpleNamespace(spec=SimpleNamespace(local_world_size=8, stays=False), owned=OwnedFds(), watch=watch)
         try:
@@ -930,10 +927,10 @@ def test_forking_ends_with_who_wants_it(
 def test_forking_ends_where_memory_runs_short(monkeypatch: pytest.MonkeyPatch, parent: tuple[int, int]) -> None:
     ours, theirs = Channel.pair()
     with pytest.raises(NoLaunchError):
-        Forking(monkeypatch, lambda: "1 KiB of 2 KiB of memory are left").watches(theirs, parent[1], NEVER)
+        Forking(monkeypatch, lambda: "only 1 KiB of 2 KiB of memory is left").watches(theirs, parent[1], NEVER)
     while not isinstance(told := ours.receive()[0], Refused):
         pass
-    assert told.text == "1 KiB of 2 KiB of memory are left after 1 of 8 ranks were forked; give fewer ranks"
+    assert told.text == "only 1 KiB of 2 KiB of memory is left after 1 of 8 ranks were forked; give fewer ranks"
     ours.close()
     theirs.close()
 

@@ -185,13 +185,14 @@ def test_elsewhere_nothing_stops() -> None:
 @pytest.mark.parametrize(
     ("look", "looks", "said"),
     [
-        (7, {0: 0, 1: 0}, "ranks 0-1 never asked mlaunch.stopping()"),
-        (7, {0: 7, 1: 6}, "rank 1 did not ask mlaunch.stopping() again; rank 0 got the answer and went on"),
+        (7, {0: 0, 1: 0}, "ranks 0-1 never called mlaunch.stopping()"),
+        (7, {0: 7, 1: 6}, "rank 1 did not call mlaunch.stopping() again; rank 0 got the answer and continued"),
         (None, {0: 5, 1: None}, "rank 1 cannot answer (C code holds the interpreter lock, or the process is stopped)"),
         (
             90,
             {0: 88, 1: 12},
-            "the ranks ask unequally often (rank 0 88 times, rank 1 12 times; all stop at time 90)",
+            "the ranks call mlaunch.stopping() unequally often (rank 0: 88 times, rank 1: 12 times; all stop at "
+            "call 90)",
         ),
         (7, {}, ""),
     ],

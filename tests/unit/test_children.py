@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mlaunch import LaunchError, launcher
-from mlaunch.agent.stack_requests import state_of
+from mlaunch.agent.rank_process import state_of
 from mlaunch.base import linux
 from mlaunch.caller.launch import start
 from mlaunch.forkserver import children as children_module

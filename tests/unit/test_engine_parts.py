@@ -31,7 +31,7 @@ from mlaunch.engines.wire.first_process import MARK as MARK_OF_FIRST
 from mlaunch.engines.wire.first_process import Lead, Where
 from mlaunch.engines.wire.frame_stream import FrameStream
 from mlaunch.engines.wire.member_messages import MARK, AskOffer, Listen, command_of
-from mlaunch.forkserver.agents import NextLaunch
+from mlaunch.forkserver.children import NextLaunch
 from mlaunch.rendezvous.address import identity
 from tests.conftest import ROOT
 from tests.processes import children, wait_gone, wait_until

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from mlaunch.agent.inspection import Inspection
-from mlaunch.agent.peers import Peers
 from mlaunch.agent.questions import Questions
+from mlaunch.agent.rank_process import StackRequests
 from mlaunch.agent.scene import AgentParts
-from mlaunch.agent.stack_requests import StackRequests
+from mlaunch.agent.supervision import Peers
 from mlaunch.forkserver import imports
 from mlaunch.insight.wire import WATCH
 from mlaunch.machines.gate.gate import Gate

@@ -14,7 +14,7 @@ import pytest
 from mlaunch.caller.launch import hints
 from mlaunch.protocol import late_imports
 from mlaunch.protocol.board import Board
-from mlaunch.rank import slow_imports
+from mlaunch.rank import rank_imports
 
 
 @pytest.fixture
@@ -22,17 +22,17 @@ def board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Board]:
     """That of two ranks, of which this process is the second; packages are those in a directory of the test's."""
     loader = importlib.machinery.SourceFileLoader
     monkeypatch.setattr(loader, "exec_module", loader.exec_module)
-    monkeypatch.setattr(slow_imports, "_PACKAGES", (str(tmp_path / "packages"),))
-    monkeypatch.setattr(slow_imports, "_watch", slow_imports._Watch())
-    monkeypatch.setattr(slow_imports, "_LONG", 0.0)
+    monkeypatch.setattr(rank_imports, "_PACKAGES", (str(tmp_path / "packages"),))
+    monkeypatch.setattr(rank_imports, "_timing", rank_imports._Timing())
+    monkeypatch.setattr(rank_imports, "_LONG", 0.0)
     monkeypatch.setattr(hints, "_calls", {})
     monkeypatch.setattr(hints, "_TOLD_AT", 2)
     (tmp_path / "packages" / "big").mkdir(parents=True)
     monkeypatch.syspath_prepend(str(tmp_path / "packages"))
     monkeypatch.syspath_prepend(str(tmp_path))
     made = Board.create(2)
-    slow_imports.prepare()
-    slow_imports.begin(made, 1)
+    rank_imports.time_imports()
+    rank_imports.begin_timing(made, 1)
     yield made
     made.close()
     for name in ("big", "big.part", "mine", "broken"):
@@ -51,7 +51,7 @@ def test_a_package_counts_from_its_outermost_module(
     __import__("mine")
     assert seen == ["", "big", "big"]
     assert (board.importing(1), board.imported(1)) == ("", ("", ""))
-    slow_imports.conclude()
+    rank_imports.note_slowest()
     assert (board.importing(1), board.imported(1), board.imported(0)) == ("", ("big", "0.0"), ("", ""))
     board.note_imported(0, "big", 4.125)
     for _ in range(3):

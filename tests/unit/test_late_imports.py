@@ -17,8 +17,8 @@ import mlaunch
 from mlaunch import launcher
 from mlaunch.base import linux
 from mlaunch.base.fds import OwnedFds
-from mlaunch.forkserver import late as late_module
-from mlaunch.forkserver.late import LateImports
+from mlaunch.forkserver import imports
+from mlaunch.forkserver.imports import LateImports
 from mlaunch.protocol import late_imports
 
 MODULES = {
@@ -110,7 +110,7 @@ def test_launches_wait_for_a_while_for_what_their_ranks_would_import(monkeypatch
     trial = late.begin(OwnedFds())
     assert trial is not None
     assert late.holds() > 0.0
-    monkeypatch.setattr(late_module, "_HOLD", 0.0)  # a trial that hangs
+    monkeypatch.setattr(imports, "_LONGEST_HOLD", 0.0)  # a trial that hangs
     assert late.holds() == 0.0
     os.waitpid(trial.pid, 0)
     late.end(1)

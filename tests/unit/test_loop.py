@@ -91,8 +91,6 @@ INSIDE = {
     "mlaunch._version": "test_the_version",
     "mlaunch.cli.completion": "test_completion_without_shtab",
     "mlaunch.cli.parser": "test_completion",
-    "mlaunch.agent.prepared": "test_a_prepared_launch_serves_other_functions_arguments_and_command_lines",
-    "mlaunch.agreed_stop.command": "test_the_command_alone_lists_its_commands",
     "mlaunch.base.ported_names": "test_a_name_of_another_launcher_says_what_to_use",
     "mlaunch.debug.caller.asking": "test_the_lines_may_come_from_a_program",
     "mlaunch.debug.caller.debugged_handle": "test_the_lines_may_come_from_a_program",
@@ -141,7 +139,6 @@ INSIDE = {
     "mlaunch.engines.wire.member_messages": "test_machines_that_are_held",
     "mlaunch.engines.caller.launch.agents_of_machines": "test_machines_that_are_held",
     "mlaunch.engines.caller.placement": "test_machines_that_are_held",
-    "mlaunch.forkserver.devices": "test_devices_are_counted_in_a_process_of_their_own",
     "mlaunch.launch": "test_the_modules_that_are_commands",
     "mlaunch.protocol.this_rank": "test_a_launch_inside_a_rank_that_was_not_meant",
     # Tests with the mark run by these.
@@ -158,14 +155,11 @@ INSIDE = {
     "mlaunch.pytest.caller.runner": "test_who_am_i",
     "mlaunch.pytest.caller.shared_ranks": "test_who_am_i",
     "mlaunch.pytest.rank.unittest_cases": "test_a_method_raises_what_was_wrong_first",
-    "mlaunch.rank.for_users.current_device": "test_the_device_of_a_rank",
-    "mlaunch.rank.joining.become_rank": "test_join_refuses",
+    "mlaunch.rank.become_rank": "test_join_refuses",
     "mlaunch.compat.rank.join": "test_join_refuses",
-    "mlaunch.rank.for_users.logs": "test_the_rank_zero_filter",
     "mlaunch.events.caller": "test_a_function_hears_of_each",
     "mlaunch.events.caller.spans": "test_spans_of_opentelemetry",
     "mlaunch.leases.caller.circles": "test_a_circle_is_refused_as_it_closes",
-    "mlaunch.rank.setup.interpreter": "test_closures_lambdas_and_local_classes_travel",
     "mlaunch.machines.agent": "test_two_machines_that_are_threads",
     "mlaunch.machines.link": "test_two_machines_that_are_threads",
     "mlaunch.machines.gate.store_process": "test_two_machines_that_are_threads",
@@ -188,12 +182,12 @@ INSIDE = {
 # A member that is a process is a fresh interpreter, as is a fork server that outlives its caller, and a command with a
 # terminal that attaches to ranks: test_engine_parts.py, test_warm.py and test_attaching.py run these. What torch lacks
 # is tried by test_lacking_torch_parts.py, in processes from which its names are taken.
-FRESH = {"mlaunch.engines.member.main", "mlaunch.warm.caller.zygote_upkeep", "mlaunch.warm.wire.zygote_messages"}
+FRESH = {"mlaunch.engines.member.main", "mlaunch.warm.caller.zygotes", "mlaunch.warm.wire.zygote_messages"}
 FRESH |= {"mlaunch.debug.rank.visit"}
 FRESH |= {"mlaunch.leases.caller.remnants"}  # with a library of its own in place of the driver's
 FRESH |= {"mlaunch.profile.member"}  # of a profile on machines: torch's profiler alone takes seconds to import
 FRESH |= {f"mlaunch.torch_parts.{name}" for name in ("lacking", "recorder")}
-FRESH |= {f"mlaunch.warm.server.{name}" for name in ("zygote", "zygote_start")}
+FRESH |= {"mlaunch.warm.server.zygote"}
 
 
 def test_every_module_is_in_the_fast_loop(request: pytest.FixtureRequest) -> None:

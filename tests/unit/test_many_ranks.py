@@ -9,7 +9,7 @@ from mlaunch.caller.report.failure_text import FailureText, summarise
 from mlaunch.cli.launch_commands import _entry
 from mlaunch.insight.caller.stacks_of_ranks import grouped
 from mlaunch.protocol.messages import Phase, RankStacks
-from mlaunch.rank import slow_imports
+from mlaunch.rank import rank_imports
 
 MANY = 512
 
@@ -68,7 +68,7 @@ def test_stacks_of_scattered_ranks_are_named_in_short() -> None:
 def test_a_rank_that_imports_shows_what_the_user_has_written() -> None:
     """Less the frames of libraries and of the import system, of which each import has six; alone they are shown."""
     machinery = [("<frozen importlib._bootstrap>", str(line), "_load") for line in range(6)]
-    ours = (slow_imports.__file__, "7", "find_spec")
+    ours = (rank_imports.__file__, "7", "find_spec")
     library, inner = (("/there/site-packages/a.py", "3", "<module>"), ("/home/me/models/__init__.py", "3", "<module>"))
     outer = ("/home/me/train.py", "9", "train")
     frames = [*machinery, ours, library, *machinery, ours, inner, *machinery, outer]

@@ -21,7 +21,7 @@ from mlaunch.caller.launch import plan as planning
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.caller.options import option_text, option_types
 from mlaunch.caller.options.launch_options import Options, about
-from mlaunch.forkserver import devices
+from mlaunch.forkserver import children
 from mlaunch.protocol.server_messages import Ready
 from mlaunch.rank.setup import device, environment
 from tests.conftest import ROOT
@@ -417,8 +417,8 @@ def test_each_rank_sees_its_own_mig_instance(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     monkeypatch.setattr(device, "accelerator", lambda: "cuda")
-    assert devices._count() == 3
-    assert devices._names(3) == ("MIG-aa", "MIG-bb", "MIG-cc/1/0")
+    assert children._count() == 3
+    assert children._names(3) == ("MIG-aa", "MIG-bb", "MIG-cc/1/0")
     ready = Ready("2.13", "cuda", ("gloo", "nccl"), "nccl", "cuda")
     spec = plan(Options(devices=[2, 0]), ThisMachine(ready, lambda _environ: 3), "train()", instances, Attempt(0, None))
     seen = [environment.of_rank(spec, rank, "127.0.0.1", 1)["CUDA_VISIBLE_DEVICES"] for rank in (0, 1)]
@@ -428,7 +428,7 @@ def test_each_rank_sees_its_own_mig_instance(monkeypatch: pytest.MonkeyPatch) ->
     assert [device.bind(spec, rank) for rank in (0, 1)] == [torch.device("cuda", 0)] * 2
     assert taken == [0, 0]
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
-    assert devices._count() == 0
+    assert children._count() == 0
 
 
 def test_a_token_that_is_no_utf_8_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,7 +134,7 @@ def test_who_looks_hears_that_a_feature_is_not_installed(monkeypatch: pytest.Mon
     told: list[object] = []
     launch: Any = SimpleNamespace(_parts={})
     AgentParts.asked(launch, b"how", told.append)
-    assert told == [{"refused": "the launch's installation of mlaunch lacks mlaunch/absent, which tells that"}]
+    assert told == [{"refused": "the launch's installation of mlaunch lacks mlaunch/absent, which answers that"}]
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ import os
 import pytest
 
 from mlaunch.base.fds import OwnedFds
-from mlaunch.forkserver.agents import Launch, begin
-from mlaunch.forkserver.children import Children
+from mlaunch.forkserver.children import Children, Launch, begin_launch
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages import Reaped
 from mlaunch.protocol.server_messages import LaunchFds
@@ -25,7 +24,7 @@ def test_a_fork_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None
     before = len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(os, "fork", refuse)
     children, fds = Children(), LaunchFds(-1, -1, os.dup(theirs.fileno()), -1, -1)
-    begin(Launch(fds, more=True), children, OwnedFds)
+    begin_launch(Launch(fds, more=True), children, OwnedFds)
     assert not children
     assert len(os.listdir("/proc/self/fd")) == before
     refused, _ = ours.receive()

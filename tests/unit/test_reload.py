@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 
-from mlaunch.rank import reload
+from mlaunch.rank import rank_imports
 from tests.contract.test_stale import Write, name, write
 
 __all__ = ["name", "write"]  # fixtures
@@ -18,11 +18,11 @@ def test_a_module_that_the_fork_server_has_imported_for_the_user(name: str, writ
     if pid == 0:
         code = 1
         try:
-            reload.watch()
+            rank_imports.watch_files()
             importlib.import_module(name)
             write("def answer(): return 2\n")
-            reload.begin()
-            code = int(reload.changed() != [name])
+            rank_imports.begin_watch()
+            code = int(rank_imports.changed_modules() != [name])
         finally:
             os._exit(code)
     assert os.waitpid(pid, 0)[1] == 0

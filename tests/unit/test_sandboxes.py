@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mlaunch.agreed_stop.command import STOP
+from mlaunch.agreed_stop.wire import STOP
 from mlaunch.base import linux
 from mlaunch.base.exceptions import LaunchError
 from mlaunch.base.fds import close_all
@@ -29,7 +29,7 @@ from mlaunch.cli import launch_commands, main
 from mlaunch.protocol import visitors
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.visitors import END, STATUS, VISIT, Reception
-from mlaunch.warm.caller import zygote_client, zygote_upkeep
+from mlaunch.warm.caller import zygotes
 from mlaunch.warm.server.zygote import Zygote
 from mlaunch.warm.wire import import_facts, zygote_place
 from mlaunch.warm.wire.zygote_messages import AskZygote, NotServed, ZygoteState
@@ -208,8 +208,8 @@ def test_a_command_gives_nothing_to_a_sandbox(
         like: Any = None
         connection = zygote_place.connect(Path.cwd(), "key")
         assert connection is not None
-        assert zygote_client._ask(connection, confinement(), {}, like) is None
-        assert zygote_upkeep.states(os.environ) == []
+        assert zygotes._ask(connection, confinement(), {}, like) is None
+        assert zygotes.states(os.environ) == []
         with pytest.raises(LookupError, match="the launch key is not debugged from here: of its process, "):
             running_launches.connect("key")
         assert said() == "heard 0 bytes"
@@ -304,7 +304,7 @@ def test_a_stop_that_is_refused_is_told(monkeypatch: pytest.MonkeyPatch, capsys:
 def test_nothing_is_kept_that_would_serve_nobody() -> None:
     def begin() -> str:
         try:
-            zygote_upkeep.begin({}, 1.0, ())
+            zygotes.begin({}, 1.0, ())
         except LaunchError as error:
             return str(error)
         return "begun"

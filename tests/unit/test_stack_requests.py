@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from mlaunch.agent.stack_requests import request
+from mlaunch.agent.rank_process import request_stacks
 from mlaunch.base import frames
 from mlaunch.protocol.messages import Phase
 from tests.contract import crashes
@@ -28,7 +28,7 @@ def test_a_stopped_rank_is_not_asked_for_its_stacks(number: int, asked: bool) ->
         os.kill(child, number)
         if asked:
             os.waitid(os.P_PID, child, os.WCONTINUED)
-        assert request(child, Phase.RUNNING, frames.STACK_SIGNAL) is asked
+        assert request_stacks(child, Phase.RUNNING, frames.STACK_SIGNAL) is asked
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

@@ -29,7 +29,7 @@ from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.server.warm import warm_server
 from mlaunch.protocol.messages import AnswerKind, DeadlinePassed, Phase, RankAnswered, ServerGone
 from mlaunch.protocol.server_messages import Ready
-from mlaunch.rank.for_users import progress
+from mlaunch.rank import for_users
 from tests.contract import crashes, functions
 from tests.contract.conftest import the_next_call_works
 
@@ -96,8 +96,8 @@ def test_a_failure_together_with_a_value_that_cannot_be_read() -> None:
             return Unreadable()
         if dist.get_rank() == 1:
             return "a value"
-        assert progress.slot is not None
-        board = progress.slot.board
+        assert for_users.slot is not None
+        board = for_users.slot.board
         while board[0] is not Phase.RETURNED or board[1] is not Phase.RETURNED:  # they have answered
             signal.sigtimedwait([], 0.01)
         raise KeyError("the cause")

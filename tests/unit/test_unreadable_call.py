@@ -37,8 +37,8 @@ def test_an_object_that_can_be_unpickled_is_not_blamed() -> None:
 
 def test_the_place_of_what_cannot_be_unpickled() -> None:
     told = culprit(pickle.dumps({"rates": [1.0], "config": {"model": Refusing()}}), [])
-    assert told.startswith("of what the call sends, the rank could not unpickle a ")
-    assert " at 'config.model': create such an object inside the function" in told
+    assert told.startswith("the rank could not unpickle a ")
+    assert " at 'config.model', which the call sends: create such an object" in told
 
 
 class Holder:
@@ -50,10 +50,10 @@ def test_the_place_is_told_from_outside() -> None:
     """Of an attribute of an attribute, of what a function made here uses, and beside dictionaries that are empty."""
     config = Holder(Holder([Refusing()]))
     sent = {"empty": {}, "trainer": {"config": config}, "after": {}}
-    assert " at 'trainer.config.held.held': create" in culprit(pickle.dumps(sent), [])
+    assert " at 'trainer.config.held.held', which the call sends: create" in culprit(pickle.dumps(sent), [])
     broken = Refusing()
     function = cloudpickle.dumps(((lambda: (broken, sent)), (), {}))
-    assert " at 'broken': create" in culprit(function, [])
+    assert " at 'broken', which the call sends: create" in culprit(function, [])
 
 
 def test_an_object_that_fails_since_a_part_of_it_is_missing() -> None:
@@ -64,4 +64,4 @@ def test_an_object_that_fails_since_a_part_of_it_is_missing() -> None:
 
 def test_a_module_that_is_not_there() -> None:
     told = culprit(b"cno_such_module\nThing\n.", [])
-    assert told.startswith("of what the call sends, the rank could not import no_such_module.Thing: put its directory")
+    assert told.startswith("the rank could not import no_such_module.Thing, which the call uses: put its directory")

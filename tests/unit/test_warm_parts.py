@@ -23,9 +23,9 @@ from mlaunch.cli import main
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel
 from mlaunch.rank.setup import process
-from mlaunch.warm.caller import at_hand, zygote_client, zygote_upkeep
-from mlaunch.warm.server.import_record import ImportRecord
-from mlaunch.warm.server.loaded_files import LoadedFiles
+from mlaunch.warm import caller
+from mlaunch.warm.caller import zygotes
+from mlaunch.warm.server.import_record import ImportRecord, LoadedFiles
 from mlaunch.warm.server.zygote import Zygote, _Visitor
 from mlaunch.warm.wire import import_facts, zygote_place
 from mlaunch.warm.wire.zygote_messages import ForkEnded
@@ -34,10 +34,10 @@ from tests.sandboxes import nothing, said_in_sandbox
 
 
 def test_durations() -> None:
-    assert [at_hand.duration("--for", text) for text in ("90s", "30m", "1.5h", "2d")] == [90, 1800, 5400, 172800]
+    assert [caller.duration("--for", text) for text in ("90s", "30m", "1.5h", "2d")] == [90, 1800, 5400, 172800]
     for text in ("", "30", "m", "-3m", "0s", "3 weeks", "999999d", "1e3s"):
         with pytest.raises(ValueError, match=r"--for .*: allowed: a time with its unit, such as 90s, 30m, 8h or 2d"):
-            at_hand.duration("--for", text)
+            caller.duration("--for", text)
 
 
 def test_facts_that_count_at_an_import() -> None:
@@ -154,8 +154,8 @@ _INSTALLED: dict[str, tuple[str, str]] = {
     "what was looked for in vain": ("warm_missed/__init__.py", "warm_missed is not what it was"),
     "a part of a package": ("warm_found/part.py", "part is not what it was"),
     "what could not be imported": ("warm_found/__init__.py", ""),  # of itself nothing: an installer changes the place
-    "a finder of an editable install": ("__editable__.x.pth", "x.pth has changed since it began, which Python reads"),
-    "a .pth that is written to": ("old.pth", "old.pth has changed"),
+    "a finder of an editable install": ("__editable__.x.pth", "x.pth, which Python reads as it starts, has changed"),
+    "a .pth that is written to": ("old.pth", "old.pth, which Python reads as it starts, has changed"),
     "a plugin of what is loaded": ("y-1.dist-info/entry_points.txt", "y-1.dist-info is not what it was"),
     "what Python looks for as it starts": ("sitecustomize.py", "sitecustomize is not what it was"),
     "a package that nobody asked for": ("warm_other/__init__.py", ""),
@@ -189,7 +189,7 @@ def test_a_callers_own_places_have_nothing_that_was_missed(tmp_path: Path) -> No
     (tmp_path / "model.pth").touch()  # not of an interpreter
     assert files.why_others(path) == ""
     (tmp_path / "warm_missed.py").touch()
-    assert files.why_others(path) == f"{tmp_path}/warm_missed would be found, which was looked for in vain"
+    assert files.why_others(path) == f"{tmp_path}/warm_missed would be found, which the warm fork server did not find"
     (tmp_path / "dist-packages").mkdir()
     (tmp_path / "dist-packages" / "x.pth").touch()
     assert "x.pth may have changed its interpreter" in files.why_others([f"{tmp_path}/dist-packages", *sys.path])
@@ -245,12 +245,13 @@ def test_variables_that_imports_have_read_are_compared_unread() -> None:
     there = import_facts.hashed({"WARM_READ": "x", "OTHER": "hush"})
     assert b"hush" not in there
     assert (
-        record.why_others(there) == "variable WARM_TWICE was set to something else when a module read it that is kept"
+        record.why_others(there)
+        == "variable WARM_TWICE was set to something else when a module of the warm fork server read it"
     )
     del record.read["WARM_TWICE"]
     assert record.why_others(there) == ""
     there = import_facts.hashed({"WARM_READ": "x", "WARM_NOT_SET": ""})
-    assert record.why_others(there) == "variable WARM_NOT_SET was not set when a module read it that is kept"
+    assert record.why_others(there) == "variable WARM_NOT_SET was not set when a module of the warm fork server read it"
 
 
 def test_removals_are_heard(tmp_path: Path) -> None:
@@ -314,14 +315,14 @@ def test_a_name_is_removed_only_when_nobody_listens(tmp_path: Path, monkeypatch:
 def test_one_that_serves_others_first_is_not_ended(works: bool, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[int] = []
     counted = itertools.count()
-    monkeypatch.setattr(zygote_client, "_PATIENCE", 0.0)
-    monkeypatch.setattr(zygote_client, "_CHECK", 0.001)
-    monkeypatch.setattr(zygote_client, "_LONGEST", 0.1 if works else 3600.0)
+    monkeypatch.setattr(zygotes, "_PATIENCE", 0.0)
+    monkeypatch.setattr(zygotes, "_CHECK", 0.001)
+    monkeypatch.setattr(zygotes, "_LONGEST", 0.1 if works else 3600.0)
     monkeypatch.setattr(linux, "worked", lambda _: str(next(counted)) if works else "")
-    monkeypatch.setattr(zygote_upkeep, "kill", lambda _, pid: killed.append(pid))
+    monkeypatch.setattr(zygotes, "kill", lambda _, pid: killed.append(pid))
     ours: Channel[Any, Any]
     ours, theirs = Channel.pair()
-    answer, _ = zygote_client._answer(ours, os.getpid())
+    answer, _ = zygotes._answer(ours, os.getpid())
     assert (told in str(answer), killed) == (True, [] if works else [os.getpid()])
     ours.close()
     theirs.close()
@@ -349,7 +350,7 @@ def _watched(name: str) -> str:
         if name and (child := os.fork()):
             os.waitpid(child, 0)
         else:
-            os.write(theirs, zygote_upkeep.onlooker().encode())
+            os.write(theirs, zygotes.onlooker().encode())
         os._exit(0)
     os.close(theirs)
     os.waitpid(pid, 0)
@@ -366,9 +367,9 @@ def test_whoever_looks_at_what_a_caller_starts_is_seen(
     monkeypatch.setenv("MLAUNCH_DEBUG", "1")
     monkeypatch.delenv("MLAUNCH_WARM", raising=False)
     monkeypatch.setattr(zygote_place, "names", lambda _: [(tmp_path, "key")])
-    monkeypatch.setattr(zygote_upkeep, "onlooker", lambda: "perf (pid 7)")
-    monkeypatch.setattr(zygote_client, "_ask_one_of", None)
-    assert at_hand.server({}, Interpreter()) is None
+    monkeypatch.setattr(zygotes, "onlooker", lambda: "perf (pid 7)")
+    monkeypatch.setattr(zygotes, "_ask_one_of", None)
+    assert caller.server({}, Interpreter()) is None
     assert "no warm fork server is used: perf (pid 7) would not see its forks" in capfd.readouterr().err
 
 
@@ -396,7 +397,9 @@ def test_a_directory_that_is_no_place(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert main(["warm"]) == 1
     told = capfd.readouterr().err
-    assert told.startswith(f"mlaunch: no fork server can be kept: {tmp_path}/mlaunch: Not a directory; set XDG_RUNTIME")
+    assert told.startswith(
+        f"mlaunch: no warm fork server can be started: {tmp_path}/mlaunch: Not a directory; set XDG_RUNTIME"
+    )
 
 
 def test_a_kept_server_stays_for_its_time_after_a_launch_that_took_longer(tmp_path: Path) -> None:
@@ -426,7 +429,7 @@ def test_a_kept_server_is_started_without_the_secret_of_who_starts_it(
 
     monkeypatch.setattr(subprocess, "Popen", start)
     environ = {"MLAUNCH_TOKEN": "hush", "OTHER": "kept"}
-    _, word = zygote_upkeep._start(environ, 60.0, ("a_module",), tmp_path, 0, awaited=False)
+    _, word = zygotes._start(environ, 60.0, ("a_module",), tmp_path, 0, awaited=False)
     word.close()
     assert asked["stdout"] == asked["stderr"] == subprocess.DEVNULL  # `| tee` of who leaves it waits for no import
     assert "hush" not in asked["env"].values()

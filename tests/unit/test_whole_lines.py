@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from mlaunch.rank import whole_lines
-from mlaunch.rank.whole_lines import Text, WholeLines
+from mlaunch.rank.setup import process
+from mlaunch.rank.setup.process import Text, WholeLines
 
 
 class Written(io.FileIO):
@@ -110,7 +110,7 @@ class Interruptions:
         self._inside += 1
         self.count += 1
         try:
-            prints = frame is not None and frame.f_code.co_filename == whole_lines.__file__
+            prints = frame is not None and frame.f_code.co_filename == process.__file__
             if self.count % 3 == 0 and prints and self._inside == 1:
                 raise Interrupted
             self._say(f"handler {self.count} " + "h" * 60)

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from mlaunch import comm, launcher
-from mlaunch.agent.evidence import Evidence
+from mlaunch.agent.machine_limits import Evidence
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.frames import in_letters
 from mlaunch.base.text import name_ranks
@@ -41,7 +41,7 @@ def test_a_stopped_rank_is_named_without_being_waited_for() -> None:
     def train() -> None:
         store = dist.distributed_c10d._get_default_store()
         if dist.get_rank() == 1:
-            from mlaunch.agent.stack_requests import state_of
+            from mlaunch.agent.rank_process import state_of
 
             peer = int(store.get("pid"))
             while state_of(peer) != "T":

@@ -20,7 +20,7 @@ from mlaunch.caller.warn import warn_caller
 from mlaunch.core import load
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import Context
-from mlaunch.rank import reload
+from mlaunch.rank import rank_imports
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -135,15 +135,15 @@ class Ranks:
         Raises:
             RuntimeError: A module failed on some rank; all ranks have the code that they had.
         """
-        told = self.run(reload.reload_changed)
+        told = self.run(rank_imports.reload_changed)
         failed = [(rank, text) for rank, (_, text) in enumerate(told) if text]
         if failed:
-            self.run(reload.put_back)
+            self.run(rank_imports.undo_reload)
             rank, text = failed[0]
             raise RuntimeError(
                 f"nothing was reloaded: rank {rank} failed:\n{text.rstrip()}\nmend the module, and reload again"
             )
-        old = sorted({number for numbers in self.run(reload.finish) for number in numbers})
+        old = sorted({number for numbers in self.run(rank_imports.finish_reload) for number in numbers})
         self._set.told_stale.clear()
         self._set.outdated = False
         if old:

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 
-from mlaunch.agent.stack_requests import STOPPED, state_of
+from mlaunch.agent.rank_process import STOPPED, state_of
 from mlaunch.base import linux
 from mlaunch.base.fds import close_all, in_forks
 from mlaunch.base.frozen_record import frozen_record

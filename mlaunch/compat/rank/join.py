@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 
-from mlaunch.rank.joining import recognise
-from mlaunch.rank.joining.become_rank import become_rank
-from mlaunch.rank.joining.recognise import RankInfo
+from mlaunch.rank import other_launchers
+from mlaunch.rank.become_rank import become_rank
+from mlaunch.rank.other_launchers import SWITCH, RankInfo
 
 
 def join(
@@ -54,7 +54,7 @@ def join_from_torch(backend: str | None = None, seed: int | str | None = 1024, v
     Raises:
         RuntimeError: A variable, which is named, is missing or not a number; and as ``join``.
     """
-    become_rank(recognise.from_torch(os.environ), backend=backend, seed=seed, verbose=verbose)
+    become_rank(other_launchers.from_torch(os.environ), backend=backend, seed=seed, verbose=verbose)
 
 
 def join_from_slurm(
@@ -65,7 +65,9 @@ def join_from_slurm(
     Raises:
         RuntimeError: A variable, which is named, is missing or not a number; and as ``join``.
     """
-    become_rank(recognise.from_slurm(os.environ, host.strip("[]"), port), backend=backend, seed=seed, verbose=verbose)
+    become_rank(
+        other_launchers.from_slurm(os.environ, host.strip("[]"), port), backend=backend, seed=seed, verbose=verbose
+    )
 
 
 def join_from_openmpi(
@@ -75,7 +77,9 @@ def join_from_openmpi(
 
     Raises as ``join_from_slurm`` does.
     """
-    become_rank(recognise.from_openmpi(os.environ, host.strip("[]"), port), backend=backend, seed=seed, verbose=verbose)
+    become_rank(
+        other_launchers.from_openmpi(os.environ, host.strip("[]"), port), backend=backend, seed=seed, verbose=verbose
+    )
 
 
 def join_from_env(backend: str | None = None, seed: int | str | None = 1024, verbose: bool = True) -> None:
@@ -88,12 +92,11 @@ def join_from_env(backend: str | None = None, seed: int | str | None = 1024, ver
     Raises:
         RuntimeError: No launcher is recognised, or recognition is off; and as ``join``.
     """
-    info = recognise.recognise(os.environ)
+    info = other_launchers.recognise(os.environ)
     if info is None:
         raise RuntimeError(
             f"this process was not started by torchrun, submitit, srun or mpirun, as far as its environment tells "
-            f"({recognise.SWITCH}={os.environ.get(recognise.SWITCH, 'unset')}); start it with one of these, or call "
-            f"mlaunch.join()"
+            f"({SWITCH}={os.environ.get(SWITCH, 'unset')}); start it with one of these, or call mlaunch.join()"
         )
     become_rank(info, backend=backend, seed=seed, verbose=verbose)
 

@@ -14,8 +14,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from mlaunch.agent.rank_process import RankProcess
-from mlaunch.agent.stack_requests import state_of
+from mlaunch.agent.rank_process import RankProcess, state_of
 from mlaunch.base.frames import STACKS_TIMEOUT, STATES, main_frames, stack_text
 from mlaunch.core.parts import AgentPart
 from mlaunch.insight.agent.activity import activity, asleep, children_of, file_of, resident

@@ -23,7 +23,7 @@ import pytest
 from mlaunch.base import seeding
 from mlaunch.protocol import explain
 from mlaunch.pytest.wire import Surroundings
-from mlaunch.rank.for_users import current_device
+from mlaunch.rank import for_users
 
 _SEED = 0
 _PAGES = os.sysconf("SC_PAGE_SIZE")
@@ -142,7 +142,7 @@ def _seed() -> None:
 
     tracker = getattr(torch.cuda, "_lazy_seed_tracker", None)
     queued = [getattr(tracker, name, None) for name in ("manual_seed_all_cb", "manual_seed_cb")]
-    bound = current_device.bound
+    bound = for_users.bound
     on_cpus = (bound is None or bound.type == "cpu") and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if not on_cpus or queued[0] is None or queued != _queued:
         seeding.apply(_SEED)  # torch notes the whole stack of this, in a millisecond or two

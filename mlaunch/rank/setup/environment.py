@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from mlaunch.protocol import token
 from mlaunch.protocol.spec import LaunchSpec
-from mlaunch.rank.joining.recognise import OWNER
+from mlaunch.rank.other_launchers import OWNER
 from mlaunch.rank.setup import device
 from mlaunch.rendezvous import tcp_store
 

@@ -10,7 +10,7 @@ from mlaunch.base.text import ranges
 from mlaunch.caller.launch.plan import Attempt, ThisMachine
 from mlaunch.protocol.server_messages import Ready
 from mlaunch.protocol.spec import LaunchSpec, Nodes
-from mlaunch.rank.joining.recognise import OWNER
+from mlaunch.rank.other_launchers import OWNER
 from mlaunch.rank.setup import device
 from mlaunch.run.command.job import Job
 from mlaunch.run.command.job_spec import spec_of

@@ -1,4 +1,4 @@
-"""The upkeep of zygotes: start, status, lifetime, end."""
+"""Zygotes, from the caller's side: ask one for a fork that becomes the fork server; start, inspect and end them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,24 @@ import atexit
 import contextlib
 import errno
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import time
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from mlaunch.base import linux
 from mlaunch.base.exceptions import LaunchError, describe_exit
+from mlaunch.base.fds import KeptFd, close_all, in_forks
 from mlaunch.base.log import is_curious, tell_curious
 from mlaunch.base.peer_process import (
     confinement,
+    differences_to_peer,
     is_filtered,
     peer_process,
     pidfd_of_peer,
@@ -26,18 +31,31 @@ from mlaunch.base.peer_process import (
     rights_lacking_to_peer,
 )
 from mlaunch.base.unfollowed import not_followed
+from mlaunch.caller import interrupts
 from mlaunch.caller.server.attachments import in_memfds
-from mlaunch.caller.server.start_server import with_huge_heap
-from mlaunch.protocol import registry, token
+from mlaunch.caller.server.fork_server import ForkServer
+from mlaunch.caller.server.start_server import Interpreter, with_huge_heap
+from mlaunch.protocol import registry, settings, token
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.server_messages import NotReady
 from mlaunch.warm.wire import import_facts, zygote_place
-from mlaunch.warm.wire.zygote_messages import AskZygote, KeepZygote, NotServed, ZygoteState
+from mlaunch.warm.wire.zygote_messages import (
+    AskFork,
+    AskZygote,
+    CallersProcess,
+    Forked,
+    ForkEnded,
+    KeepZygote,
+    NotForked,
+    NotServed,
+    ZygoteState,
+)
 
 if TYPE_CHECKING:
+    from mlaunch.protocol.server_messages import ServerHears, ServerSays
     from mlaunch.warm.wire.zygote_messages import ZygoteHears, ZygoteSays
 
-_BOOTSTRAP = "from mlaunch.warm.server.zygote_start import main; main({}, {}, {!r}, {}, {}, awaited={})"
+_BOOTSTRAP = "from mlaunch.warm.server.zygote import main; main({}, {}, {!r}, {}, {}, awaited={})"
 _ANSWER_TIMEOUT = 5.0  # seconds
 _IMPORT_TIMEOUT = 300.0  # seconds, from a slow disk, with the user's modules
 _START_TIMEOUT = 60.0  # seconds for another start to end
@@ -45,6 +63,187 @@ _END_TIMEOUT = 10.0  # seconds
 # The kernel names tracers; these programs follow what their child starts.
 _NAMES = {"perf", "py-spy", "nsys", "ncu", "rr", "vtune", "uftrace", "valgrind", "strace", "ltrace", "gdb", "samply"}
 _PARENT = 1  # behind the name and the state in /proc/PID/stat
+_PATIENCE = 5.0  # seconds for a fork, which takes 20 ms; starting a server takes seconds, too
+_LONGEST = 60.0  # seconds of waiting behind others
+_CHECK = 0.1  # seconds between checks that it is not stopped
+_REAP_TIMEOUT = 1.0  # seconds for the record of how a fork has ended
+
+
+# Ask for a fork
+
+
+def ask_zygote(
+    places: Sequence[tuple[Path, str]], wish: float | None, environ: Mapping[str, str], like: Interpreter
+) -> ForkServer | None:
+    """Return a fork server that one of the user's zygotes has forked for this process; None: none is suitable.
+
+    ``places``: of possible zygotes; ``wish``: start one at exit that stays for so many seconds; None: start none.
+    """
+    if not _is_this_program(like.executable):
+        return None
+    # The ranks would not be below the process that it follows. Nor is a zygote left, which it would follow for hours.
+    if watching := onlooker():
+        tell_curious(f"no warm fork server is used: {watching} would not see its forks")
+        return None
+    facts = facts_of(environ)
+    server = _ask_one_of(places, facts, environ, like)
+    if server is None and wish is not None:
+        leave_one(environ, wish, like.preload)
+    return server
+
+
+def _is_this_program(executable: str) -> bool:
+    """True if it is this interpreter. Its directory counts: there it finds its virtual environment."""
+    found, ours = shutil.which(executable) or executable, sys.executable
+    beside = os.path.realpath(os.path.dirname(os.path.abspath(found)))
+    return os.path.realpath(found) == os.path.realpath(ours) and beside == os.path.realpath(os.path.dirname(ours))
+
+
+def _ask_one_of(
+    places: Sequence[tuple[Path, str]], facts: import_facts.Facts, environ: Mapping[str, str], like: Interpreter
+) -> ForkServer | None:
+    """Ask the zygote with these facts, if there is one."""
+    key = import_facts.key_of(facts)
+    for directory, found in places:
+        if found == key:
+            connection = zygote_place.connect(directory, key)
+            if connection is not None:
+                return _ask(connection, facts, environ, like)
+    if places and is_curious():
+        for line in why_none(facts):
+            tell_curious(line)
+    return None
+
+
+def _ask(
+    connection: socket.socket, facts: import_facts.Facts, environ: Mapping[str, str], like: Interpreter
+) -> ForkServer | None:
+    pid, _ = peer_process(connection)
+    zygote: Channel[ZygoteSays, ZygoteHears] = Channel(connection)
+    # Before it gets the environment, and before its answer is unpickled: a process in a sandbox that shares this
+    # directory could have put its own socket there.
+    if differences := differences_to_peer(connection, facts):
+        zygote.close()
+        tell_curious(f"the warm fork server (pid {pid}) cannot be used: {differences}")
+        return None
+    ours: Channel[ServerSays, ServerHears]
+    ours, theirs = Channel.pair()
+    try:
+        try:
+            _send(zygote, theirs, environ, like)
+        finally:
+            # With a copy here, the channel would not end when the fork dies.
+            theirs.close()
+        answer, fds = _answer(zygote, pid)
+        if isinstance(answer, Forked):
+            fork = _Fork(zygote, fds[0])
+            tell_curious(f"the fork server is a fork (pid {answer.pid}) of the warm one (pid {pid})")
+            return ForkServer(ours, answer.pid, fork.wait, fork.kill)
+        tell_curious(f"the warm fork server (pid {pid}) cannot be used: {answer}")
+    except OSError as error:
+        tell_curious(f"the warm fork server (pid {pid}) cannot be used: {error}")
+    except BaseException:
+        ours.close()
+        zygote.close()
+        raise
+    ours.close()
+    zygote.close()
+    return None
+
+
+def _send(
+    zygote: Channel[ZygoteSays, ZygoteHears],
+    control: Channel[ServerHears, ServerSays],
+    environ: Mapping[str, str],
+    like: Interpreter,
+) -> None:
+    ignored = tuple(int(number) for number in signal.valid_signals() if signal.getsignal(number) == signal.SIG_IGN)
+    surroundings = CallersProcess(
+        os.getpid(),
+        shutil.which(like.executable) or sys.executable,
+        with_huge_heap(environ),
+        settings.inherited(),
+        ignored,
+    )
+    # A pidfd: by the time that the fork looks, this process's number may be another's.
+    null, caller = os.open(os.devnull, os.O_RDWR), os.pidfd_open(os.getpid())
+    try:
+        # A closed one becomes /dev/null: the next file that is opened would get its number.
+        stdin = 0 if like.stdin != subprocess.DEVNULL and linux.identity(0) is not None else null
+        stderr = 2 if linux.identity(2) is not None else null
+        with in_memfds([("surroundings", surroundings)]) as memfds:
+            beside = [*memfds, control.fileno(), caller, stdin, stderr]
+            zygote.send(AskFork(tuple(like.path), tuple(like.preload), import_facts.hashed(environ)), beside)
+    finally:
+        close_all([null, caller])
+
+
+def _answer(zygote: Channel[ZygoteSays, ZygoteHears], pid: int) -> tuple[object, list[int]]:
+    """Return its answer and descriptors. Kill one that is stopped or hangs, but not one that serves others."""
+    begun = time.monotonic()
+    end, worked = begun + _PATIENCE, linux.worked(pid)
+    while not interrupts.wait_readable([zygote.fileno()], _CHECK):
+        if linux.is_stopped(pid) or (time.monotonic() > end and linux.worked(pid) == worked):
+            kill(zygote, pid)
+            return "it does not answer (was it stopped?) and was killed", []
+        if time.monotonic() > begun + _LONGEST:
+            return f"it had not come to this caller after {_LONGEST:.0f} s", []
+        if time.monotonic() > end:
+            end, worked = time.monotonic() + _PATIENCE, linux.worked(pid)
+    with contextlib.suppress(EOFError):
+        record, fds = zygote.receive()
+        if isinstance(record, NotForked) and record.ends:
+            tell_of_end(pid, record.reason)
+        return record.reason if isinstance(record, NotForked | NotServed) else record, fds
+    return "it ended", []
+
+
+class _Fork:
+    """A fork server whose parent is the zygote, which reports how it has ended."""
+
+    def __init__(self, zygote: Channel[ZygoteSays, ZygoteHears], pidfd: int) -> None:
+        self._zygote = zygote
+        self._pidfd = KeptFd(pidfd)
+        self._exitcode: int | None = None
+        _forks.add(self)
+
+    def wait(self, seconds: float) -> int | None:
+        """Return its exit code, or None if it is still running."""
+        if self._exitcode is None and (not self._pidfd.intact() or linux.wait_readable([self._pidfd.fd], seconds)):
+            self._exitcode = self._hear()
+            self.forget()
+        return self._exitcode
+
+    def _hear(self) -> int:
+        """Return its exit code; 0 if the zygote is gone, too."""
+        with contextlib.suppress(OSError, EOFError):
+            if self._zygote.intact() and linux.wait_readable([self._zygote.fileno()], _REAP_TIMEOUT):
+                record, _ = self._zygote.receive()
+                if isinstance(record, ForkEnded):
+                    return record.exitcode
+        return 0
+
+    def kill(self) -> None:
+        """Kill the fork."""
+        if self._pidfd.intact():
+            signal.pidfd_send_signal(self._pidfd.fd, signal.SIGKILL)
+
+    def forget(self) -> None:
+        """Close the descriptors, as a fork of this process does, which must not use them."""
+        self._pidfd.close()
+        self._zygote.close()
+
+
+def _forget_inherited() -> None:
+    for fork in list(_forks):
+        fork.forget()
+
+
+_forks: weakref.WeakSet[_Fork] = weakref.WeakSet()
+in_forks(_forget_inherited)
+
+
+# Start, inspect, keep and end zygotes
 
 
 def tell_of_end(pid: int, reason: str) -> None:
@@ -142,7 +341,7 @@ def why_none(facts: import_facts.Facts) -> list[str]:
     """Return, for each zygote, why its forks are not suitable for a process of these facts."""
     found = []
     for state in states(os.environ, facts=True):
-        found += [f"the warm fork server (pid {state.pid}) imported torch under other circumstances:"]
+        found += [f"the warm fork server (pid {state.pid}) imported torch in another environment; these differ:"]
         found += [f"  {line}" for line in import_facts.differences(facts, state.facts)]
     return found
 
@@ -156,9 +355,9 @@ def begin(environ: Mapping[str, str], seconds: float, preload: Sequence[str]) ->
     """
     if would_serve_nobody(environ):
         raise LaunchError(
-            f"this process has no_new_privs or a seccomp filter, as in a container or a sandbox, so a kept fork server "
-            f"would serve nobody: the kernel does not say whether two such processes are in the same one. If all that "
-            f"run here as this user are, set {import_facts.SANDBOX}=1 for all of them"
+            f"this process has no_new_privs or a seccomp filter, as in a container or a sandbox, so a warm fork server "
+            f"would refuse all others: the kernel does not say whether two such processes share a sandbox. If all "
+            f"processes of this user here share one, set {import_facts.SANDBOX}=1 for all of them"
         )
     directory = _directory(environ)
     with zygote_place.locked(directory, _START_TIMEOUT) as lock:
@@ -168,7 +367,7 @@ def begin(environ: Mapping[str, str], seconds: float, preload: Sequence[str]) ->
         process, word = _start(environ, seconds, preload, directory, lock, awaited=True)
         with contextlib.closing(word):
             if exitcode := _status_of(process):
-                raise LaunchError(f"the fork server that was to be kept {describe_exit(exitcode)}")
+                raise LaunchError(f"the warm fork server {describe_exit(exitcode)} before it was ready")
             return _hear(word)
 
 
@@ -190,7 +389,7 @@ def _directory(environ: Mapping[str, str]) -> Path:
     except OSError as error:
         told = error.strerror or str(error)
         raise OSError(
-            f"no fork server can be kept: {directory}: {told}; set XDG_RUNTIME_DIR to a directory of yours"
+            f"no warm fork server can be started: {directory}: {told}; set XDG_RUNTIME_DIR to a directory of yours"
         ) from error
     return directory
 
@@ -228,18 +427,16 @@ def _status_of(process: subprocess.Popen[bytes]) -> int:
         return process.wait(_IMPORT_TIMEOUT)
     except subprocess.TimeoutExpired:
         process.kill()
-        raise LaunchError(
-            f"the fork server that was to be kept had not been forked after {_IMPORT_TIMEOUT:.0f} s"
-        ) from None
+        raise LaunchError(f"the warm fork server was not forked within {_IMPORT_TIMEOUT:.0f} s") from None
 
 
 def _hear(word: Channel[ZygoteSays, ZygoteHears]) -> ZygoteState:
     if not linux.wait_readable([word.fileno()], _IMPORT_TIMEOUT):
-        raise LaunchError(f"the fork server that was to be kept had not imported all after {_IMPORT_TIMEOUT:.0f} s")
+        raise LaunchError(f"the warm fork server did not finish its imports within {_IMPORT_TIMEOUT:.0f} s")
     try:
         record, _ = word.receive()
     except (OSError, EOFError):
-        raise LaunchError("the fork server that was to be kept was killed before it was ready") from None
+        raise LaunchError("the warm fork server was killed before it was ready") from None
     if isinstance(record, NotReady):
         raise LaunchError(record.reason)
     return cast(ZygoteState, record)

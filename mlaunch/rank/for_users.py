@@ -1,18 +1,68 @@
-"""How far a rank is: ``mlaunch.progress``, one bar for a loop of all ranks; ``mlaunch.step``; ``mlaunch.report``."""
+"""The functions that user code calls in a rank: ``device``, ``progress``, ``step``, ``report``; ``RankZeroFilter``."""
 
 from __future__ import annotations
 
 import json
+import logging
+import os
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from mlaunch.base.fds import renewed
 from mlaunch.protocol.board import REPORT_LIMIT, Board
+from mlaunch.rank import other_launchers
+from mlaunch.rank.other_launchers import RankInfo
+
+if TYPE_CHECKING:
+    import torch
+
 
 Value = float | int | str | bool | None
 T = TypeVar("T")
+
+bound: torch.device | None = None  # what this process has bound, if it has become a rank
+
+
+def note_device(device_of_rank: torch.device | None) -> torch.device | None:
+    """Note the device that this process has bound; return the one noted before."""
+    global bound
+    before, bound = bound, device_of_rank
+    return before
+
+
+def device() -> torch.device:
+    """Return this rank's device, where its model and its data belong: "cuda:1", "cpu".
+
+    Works in ranks of mlaunch, in ranks that have joined, and in those of another launcher before they join. In any
+    other process it is the CPU.
+
+    Example:
+        >>> @launcher(n_gpus=4)
+        ... def train():
+        ...     model = Model().to(mlaunch.device())
+    """
+    import torch
+
+    if bound is not None:
+        return bound
+    place = other_launchers.recognise(os.environ)
+    if place is None or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    return device_at(place, None if accelerator is None else accelerator.type)
+
+
+def device_at(info: RankInfo, accelerator: str | None) -> torch.device:
+    """Return the device that a rank at this place takes, of those that it sees. ``accelerator``: None for the CPU."""
+    import torch
+
+    if accelerator is None:
+        return torch.device("cpu")
+    # Where the launcher sets no local rank, all machines are taken to have equally many devices.
+    local_rank = info.rank if info.local_rank is None else info.local_rank
+    return torch.device(accelerator, local_rank % torch.accelerator.device_count())
 
 
 class StepCount(Protocol):
@@ -146,3 +196,26 @@ def _counted(iterable: Iterable[T], desc: str, total: int, here: Slot) -> Iterat
                 here.steps.turn()
     finally:
         here.busy = False
+
+
+class RankZeroFilter(logging.Filter):
+    """A filter that passes rank 0's records, and of the other ranks only serious ones.
+
+    Args:
+        level: From this level on, records of all ranks pass.
+        per_machine: Records of the first rank of each machine pass as rank 0's do.
+
+    Example:
+        >>> import logging
+        >>> handler = logging.StreamHandler()
+        >>> handler.addFilter(RankZeroFilter())
+    """
+
+    def __init__(self, level: int = logging.ERROR, *, per_machine: bool = False) -> None:
+        super().__init__()
+        self._level = level
+        self._variable = "LOCAL_RANK" if per_machine else "RANK"
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        # At each record, not once: the handler may be made before this process is a rank.
+        return record.levelno >= self._level or os.environ.get(self._variable, "0") == "0"

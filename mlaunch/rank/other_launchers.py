@@ -1,4 +1,4 @@
-"""Recognition of ranks that another launcher started, from their environment.
+"""Ranks that other launchers (torchrun, srun, mpirun) started, recognised by their environment.
 
 In this order, each by variables that nothing else sets:
 
@@ -37,7 +37,7 @@ _PORTS = (15000, 10000)  # the first, and how many: below those that the system 
 
 @frozen_record
 class RankInfo:
-    """A rank's place. ``local_rank`` and ``local_world_size`` are None where the launcher does not say."""
+    """A rank's place. ``local_rank`` and ``local_world_size`` are None if the launcher does not say."""
 
     launcher: str  # for people
     rank: int

@@ -1,6 +1,11 @@
-"""Modules whose files have changed since a rank imported them, and their reload.
+"""The imports of a rank: how long they take, and which files have changed since; the reload of those.
 
-A rank that stays runs the code as it was when it was imported. Functions that are pickled by value are current.
+*Time.* Imports that the fork server has not done are shown while they last, and summed up for the call. Whichever
+module imports a package, its time is counted from its outermost module on. Modules of Python and torch are the fork
+server's business (``late_imports``), and take their time once.
+
+*Reload.* A rank that stays runs the code as it was when it was imported. Functions that are pickled by value are
+current.
 """
 
 from __future__ import annotations
@@ -10,17 +15,106 @@ import importlib.machinery
 import os
 import sys
 import sysconfig
+import time
 import traceback
 import types
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlaunch.base.fds import in_forks
 from mlaunch.base.frames import is_ours
+from mlaunch.protocol import late_imports
+from mlaunch.protocol.board import Board
 from mlaunch.rank import held_objects
 
-# Ignored: thousands of files, which only change when something is installed.
+_PACKAGES = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
+# warm_up(preload=) would not help with these: the fork server has them, or imports them by itself.
+_NOT_TOLD = sys.stdlib_module_names | {"torch", "mlaunch"}
+_LONG = 0.5  # seconds of a call; less is not worth a line in the report
+# Ignored by a reload: thousands of files, which only change when something is installed.
 _LIBRARIES = tuple({os.path.join(path, "") for path in sysconfig.get_paths().values()})
+
+
+@dataclass
+class _Timing:
+    """The time that imports of this process have taken."""
+
+    board: Board | None = None  # None: this process is no rank, or a fork of one, and notes nothing
+    local_rank: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by package
+    inside: bool = False  # a package is being imported
+
+    def note(self, name: str) -> None:
+        if self.board is not None:
+            self.board.note_import(self.local_rank, name)
+
+
+_timing = _Timing()
+
+
+def time_imports() -> None:
+    """Make this process and its forks notice imports, once ``begin_timing`` was called."""
+    loader = importlib.machinery.SourceFileLoader
+    original = loader.exec_module
+
+    def exec_module(self: importlib.machinery.SourceFileLoader, module: types.ModuleType) -> None:
+        if _timing.board is None:
+            original(self, module)
+            return
+        # Noted before the import: the call may raise, end or meet its deadline meanwhile.
+        late = late_imports.note_begun(module.__name__, self.path, leads=_timing.local_rank == 0)
+        try:
+            watched(self, module)
+        finally:
+            if late:
+                late_imports.tell()
+
+    def watched(self: importlib.machinery.SourceFileLoader, module: types.ModuleType) -> None:
+        if _timing.inside or not self.path.startswith(_PACKAGES):
+            original(self, module)
+            return
+        # What a package imports is part of its time, whichever package that is.
+        begun, _timing.inside = time.monotonic(), True
+        _timing.note(module.__name__)
+        try:
+            original(self, module)
+        finally:
+            _timing.inside = False
+            _timing.note("")
+            _timing.seconds[module.__name__.partition(".")[0]] += time.monotonic() - begun
+
+    # Python removes the frames of imports from tracebacks, as long as no others are between them.
+    for ours in (exec_module, watched):
+        ours.__code__ = ours.__code__.replace(co_filename=original.__code__.co_filename)
+    loader.exec_module = exec_module  # type: ignore[method-assign, assignment]
+
+
+def begin_timing(board: Board, local_rank: int) -> None:
+    """Note imports of this process on the board from now on."""
+    _timing.board, _timing.local_rank, _timing.inside = board, local_rank, False
+    in_forks(_stop_timing)
+
+
+def note_slowest() -> None:
+    """Note on the board which package took longest of those that a call had to import, if it took long."""
+    if _timing.board is None or not _timing.seconds:
+        return
+    told = {name: seconds for name, seconds in _timing.seconds.items() if name not in _NOT_TOLD}
+    # On ranks that stay, the next call must not report it again.
+    _timing.seconds.clear()
+    longest = max(told, key=told.__getitem__, default="")
+    if told.get(longest, 0.0) >= _LONG:
+        _timing.board.note_imported(_timing.local_rank, longest, told[longest])
+
+
+def _stop_timing() -> None:
+    """Stop noting imports in a fork of the rank: the row of the board is the rank's."""
+    _timing.board = None
+
+
+# Changed files, and reload
 
 
 @dataclass
@@ -37,7 +131,7 @@ class _Modules:
 _modules = _Modules()
 
 
-def watch() -> None:
+def watch_files() -> None:
     """Note the times of change of files that are imported from now on, in this process and its forks.
 
     Afterwards it would be too late: a call may take hours, and its files may be edited meanwhile.
@@ -54,7 +148,7 @@ def watch() -> None:
     loader.path_stats = path_stats  # type: ignore[method-assign]
 
 
-def begin() -> None:
+def begin_watch() -> None:
     """Regard present modules as libraries, except what the fork server has imported for the user (``preload=``)."""
     _modules.known.update(sys.modules)
     if _modules.read:
@@ -62,7 +156,7 @@ def begin() -> None:
         _modules.known -= {name for name, file in files.items() if file in _modules.read}
 
 
-def note() -> None:
+def note_new() -> None:
     """Note the modules that have been imported since the last time."""
     if len(sys.modules) == _modules.count:  # thousands, at each call
         return
@@ -85,23 +179,23 @@ def _changed_at(file: str) -> int:
         return 0
 
 
-def changed() -> list[str]:
+def changed_modules() -> list[str]:
     """Return the names of modules whose files are newer than what runs here, in the order of their import."""
-    note()
+    note_new()
     return [name for name, (file, at) in _modules.files.items() if _changed_at(file) > at and name in sys.modules]
 
 
 def stamps() -> list[str]:
     """Return the changed modules as "name@time", with the time of the file's change: a second edit is news, too."""
-    return [f"{name}@{_changed_at(_modules.files[name][0]):x}" for name in changed()]
+    return [f"{name}@{_changed_at(_modules.files[name][0]):x}" for name in changed_modules()]
 
 
 def reload_changed() -> tuple[list[str], str]:
-    """Reload the changed modules; return their names, and a traceback if one fails: ``put_back`` restores them all."""
+    """Reload the changed modules; return their names, and a traceback if one fails: then call ``undo_reload``."""
     _modules.before.clear()
     # Finders cache directories by their time of change; a module that was just added would not be found.
     importlib.invalidate_caches()
-    names = changed()
+    names = changed_modules()
     try:
         for name in names:
             module = sys.modules[name]
@@ -120,7 +214,7 @@ def _reload(module: types.ModuleType) -> None:
     _modules.files[module.__name__] = file, at
 
 
-def put_back() -> None:
+def undo_reload() -> None:
     """Give the modules of the latest reload the contents that they had before."""
     for name, contents in _modules.before.items():
         vars(sys.modules[name]).clear()
@@ -130,7 +224,7 @@ def put_back() -> None:
     _modules.before.clear()
 
 
-def finish() -> list[int]:
+def finish_reload() -> list[int]:
     """Finish a reload that went well on all ranks; return the numbers of held objects whose classes were replaced."""
     names = set(_modules.before)
     _modules.before.clear()

@@ -10,7 +10,7 @@ import pytest
 
 import mlaunch
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.rank.joining import recognise
+from mlaunch.rank import other_launchers
 from mlaunch.rendezvous.address import listen
 from tests.conftest import ROOT
 from tests.imported import IMPORTED
@@ -18,7 +18,7 @@ from tests.system.test_joining import SLURM, TORCH
 
 SILENT = """
 import os, sys, mlaunch
-from mlaunch.rank.joining import become_rank
+from mlaunch.rank import become_rank
 become_rank._ANSWER_TIMEOUT = 0.5
 try:
     mlaunch.join(0, 2, "127.0.0.1", int(sys.argv[1]))
@@ -34,7 +34,7 @@ def test_a_port_at_which_no_store_listens() -> None:
         command = [IMPORTED, "-c", SILENT, str(port)]
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
     assert done.stdout.startswith(
-        f"rank 0 cannot host the ranks' store at port {port}, which is taken, and what listens"
+        f"rank 0 cannot host the ranks' store: port {port} is taken, and no mlaunch.Server listens there"
     )
 
 
@@ -47,41 +47,43 @@ SUBMITIT = {"SUBMITIT_EXECUTOR": "local", "SUBMITIT_LOCAL_GLOBALID": "1", "SUBMI
 
 
 def test_recognition_of_submitit() -> None:
-    place = recognise.recognise(SUBMITIT)
+    place = other_launchers.recognise(SUBMITIT)
     assert place is not None
-    assert place == recognise.RankInfo("submitit", 1, 2, "127.0.0.1", place.port, 1, 2)
-    assert place.port != getattr(recognise.recognise({**SUBMITIT, "SUBMITIT_LOCAL_JOB_ID": "4712"}), "port", None)
-    in_slurm = recognise.recognise({**SUBMITIT, "SUBMITIT_EXECUTOR": "slurm", **SLURM})
+    assert place == other_launchers.RankInfo("submitit", 1, 2, "127.0.0.1", place.port, 1, 2)
+    assert place.port != getattr(other_launchers.recognise({**SUBMITIT, "SUBMITIT_LOCAL_JOB_ID": "4712"}), "port", None)
+    in_slurm = other_launchers.recognise({**SUBMITIT, "SUBMITIT_EXECUTOR": "slurm", **SLURM})
     assert in_slurm is not None
     assert in_slurm.launcher == "srun"
-    assert recognise.recognise({**SUBMITIT, "SUBMITIT_EXECUTOR": "slurm"}) is None
+    assert other_launchers.recognise({**SUBMITIT, "SUBMITIT_EXECUTOR": "slurm"}) is None
 
 
 def test_recognition() -> None:
-    place = recognise.recognise(TORCH)
-    assert place == recognise.RankInfo("torchrun", 1, 4, "h", 9, 1, None)
-    place = recognise.recognise({**SLURM, "MASTER_PORT": "9"})
-    assert place == recognise.RankInfo("srun", 3, 4, "h", 9, 1, 2)
-    place = recognise.recognise(OPENMPI)
+    place = other_launchers.recognise(TORCH)
+    assert place == other_launchers.RankInfo("torchrun", 1, 4, "h", 9, 1, None)
+    place = other_launchers.recognise({**SLURM, "MASTER_PORT": "9"})
+    assert place == other_launchers.RankInfo("srun", 3, 4, "h", 9, 1, 2)
+    place = other_launchers.recognise(OPENMPI)
     assert place is not None
     assert (place.launcher, place.host, place.rank, place.local_world_size) == ("mpirun", "127.0.0.1", 1, 2)
     assert 15000 <= place.port < 25000
-    place = recognise.recognise({**OPENMPI, "MASTER_ADDR": "h7"})  # which counts for more than where mpirun has put us
+    place = other_launchers.recognise(
+        {**OPENMPI, "MASTER_ADDR": "h7"}
+    )  # which counts for more than where mpirun has put us
     assert place is not None
     assert place.host == "h7"
-    assert recognise.recognise({**SLURM, **OPENMPI, **TORCH}).launcher == "torchrun"  # type: ignore[union-attr]
+    assert other_launchers.recognise({**SLURM, **OPENMPI, **TORCH}).launcher == "torchrun"  # type: ignore[union-attr]
     of_run = {**TORCH, "MLAUNCH_RANK_PID": str(os.getpid())}
-    assert recognise.recognise(of_run).launcher == "mlaunch run"  # type: ignore[union-attr]
+    assert other_launchers.recognise(of_run).launcher == "mlaunch run"  # type: ignore[union-attr]
     inside_mpi_init = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}  # of a task of srun's
-    assert recognise.recognise({**SLURM, **OPENMPI, **inside_mpi_init}).launcher == "srun"  # type: ignore[union-attr]
+    assert other_launchers.recognise({**SLURM, **OPENMPI, **inside_mpi_init}).launcher == "srun"  # type: ignore[union-attr]
 
 
 def test_environments_that_are_not_recognised() -> None:
     batch_script = {name: SLURM[name] for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID")}
-    assert recognise.recognise({}) is None
-    assert recognise.recognise(batch_script) is None
-    assert recognise.recognise({**TORCH, "MLAUNCH_JOIN": "0"}) is None
-    assert recognise.recognise({**TORCH, "MLAUNCH_RANK_PID": "1"}) is None
+    assert other_launchers.recognise({}) is None
+    assert other_launchers.recognise(batch_script) is None
+    assert other_launchers.recognise({**TORCH, "MLAUNCH_JOIN": "0"}) is None
+    assert other_launchers.recognise({**TORCH, "MLAUNCH_RANK_PID": "1"}) is None
 
 
 @pytest.mark.parametrize(
@@ -94,8 +96,8 @@ def test_environments_that_are_not_recognised() -> None:
         (mlaunch.join_from_env, "this process was not started by torchrun, submitit, srun or mpirun, as far as its "
                                 "environment tells (MLAUNCH_JOIN=unset); start it with one of these, or call "
                                 "mlaunch.join()"),
-        (lambda: recognise.from_torch({**TORCH, "RANK": "one"}), "RANK='one' in the environment is not a whole"),
-        (lambda: recognise.from_openmpi({**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}),
+        (lambda: other_launchers.from_torch({**TORCH, "RANK": "one"}), "RANK='one' in the environment is not a whole"),
+        (lambda: other_launchers.from_openmpi({**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}),
          "mpirun started this process on one of several machines, and does not say where rank 0 is: set MASTER_ADDR"),
     ],
 )  # fmt: skip

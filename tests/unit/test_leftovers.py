@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from mlaunch.agent import shared_names
-from mlaunch.agent.shared_names import SharedNames
+from mlaunch.agent import leftovers
+from mlaunch.agent.leftovers import SharedNames
 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """No process of this user but this one: others may run what tidies up."""
-    monkeypatch.setattr(shared_names, "_own_processes", lambda: iter([str(os.getpid())]))
+    monkeypatch.setattr(leftovers, "_own_processes", lambda: iter([str(os.getpid())]))
 
 
 def dead() -> int:

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 from mlaunch.base import seeding
 from mlaunch.base.log import is_heard, log
-from mlaunch.rank.for_users import current_device
-from mlaunch.rank.joining import recognise
-from mlaunch.rank.joining.recognise import RankInfo
+from mlaunch.rank import for_users, other_launchers
+from mlaunch.rank.other_launchers import RankInfo
 from mlaunch.rank.setup import device, environment, group
 from mlaunch.rendezvous import tcp_store
 from mlaunch.rendezvous.address import is_taken
@@ -47,7 +46,7 @@ def become_rank(
     offered = device.offered()
     accelerator = offered.accelerator if torch.accelerator.is_available() else None
     chosen = device.choose_backend(backend, accelerator or "cpu", offered)
-    device_of_rank = current_device.device_at(info, accelerator)
+    device_of_rank = for_users.device_at(info, accelerator)
     if accelerator is not None:  # before the group is made: NCCL ties itself to the current device
         torch.accelerator.set_device_index(device_of_rank.index)
     _complete_environment(info)
@@ -55,7 +54,7 @@ def become_rank(
     group.join_world(store, group.Membership(info.rank, info.world_size, chosen, timeout, device_of_rank))
     # A gloo group that is destructed at the interpreter's end may wait for its threads for ever.
     atexit.register(leave)
-    current_device.note_device(device_of_rank)
+    for_users.note_device(device_of_rank)
     if seed is not None:
         seeding.apply(seeding.of_rank(seed, info.rank))
     if verbose and info.rank == 0:
@@ -101,8 +100,8 @@ def _store_that_is_there(info: RankInfo, limit: timedelta) -> dist.Store:
         if isinstance(found, dist.Store):
             return found
     raise RuntimeError(
-        f"rank 0 cannot host the ranks' store at port {info.port}, which is taken, and what listens there is no "
-        f"mlaunch.Server; give a free port, or that of a server"
+        f"rank 0 cannot host the ranks' store: port {info.port} is taken, and no mlaunch.Server listens there; give a "
+        f"free port, or the port of a server"
     )
 
 
@@ -111,7 +110,7 @@ def _complete_environment(info: RankInfo) -> None:
     known = environment.identity(
         info.rank, info.world_size, info.local_rank, info.local_world_size, info.host, info.port
     )
-    for name, value in {**known, recognise.OWNER: str(os.getpid())}.items():
+    for name, value in {**known, other_launchers.OWNER: str(os.getpid())}.items():
         os.environ.setdefault(name, value)  # the launcher's own stay: libraries may have read them
 
 

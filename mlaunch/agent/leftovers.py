@@ -1,8 +1,4 @@
-"""Files that the processes of a launch have left in /dev/shm, once nobody is there any more to remove them.
-
-The system does not note who made a file there. So the only names that count are those that libraries draw, of files
-that came during the launch, belong to this user, and are used by no process: checkpoints of others are none of ours.
-"""
+"""Leftovers of ranks: processes, which the agent reaps as they end, and files in /dev/shm, which it reports."""
 
 from __future__ import annotations
 
@@ -11,18 +7,63 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from mlaunch.base.deadline import NEVER
+
+if TYPE_CHECKING:
+    from mlaunch.agent.supervision import System
+    from mlaunch.base.orphans import ChildEnds
+
+_WATCH_DELAY = 0.05  # seconds into a launch: shorter ones are spared the work
 _PLACE = "/dev/shm"
 # torch's and joblib's have their maker's number; multiprocessing's blocks and NCCL's have none.
 _DRAWN = re.compile(r"(?:torch_(?P<torch>\d+)_\w+|joblib_memmapping_folder_(?P<joblib>\d+)_\w+|psm_\w{6,}|nccl-\w{6})")
-_TIDY_UP = {"torch": b"torch_shm_manager", "joblib": b".resource_tracker import main;"}
+_CLEANERS = {"torch": b"torch_shm_manager", "joblib": b".resource_tracker import main;"}  # in command lines
 _TICK = 0.05  # seconds: files are stamped with a clock that is as much behind
 
 
+class Adopted:
+    """Reaps processes that ranks have started and left, as they end: the agent is their new parent.
+
+    A rank that runs ``os.system("command &")`` at each step would fill the table of processes otherwise. ``own``: the
+    children whose statuses others take.
+    """
+
+    def __init__(self, system: System, own: Callable[[], Collection[int]]) -> None:
+        self._system = system
+        self._own = own
+        self._ends: ChildEnds | None = None
+        self.due = system.clock() + _WATCH_DELAY  # when ``reap`` begins to watch; ``NEVER``: it does
+
+    def fds(self) -> list[int]:
+        return [] if self._ends is None else [self._ends.fileno()]
+
+    def reap(self, ready: Collection[int]) -> None:
+        """Reap what has ended, if some child has."""
+        if self.due < NEVER and self._system.clock() >= self.due:
+            self.due, self._ends = NEVER, self._system.child_ends()
+            self._system.reap(self._own())  # those that ended before
+        elif self._ends is not None and self._ends.fileno() in ready:
+            self._ends.take()  # first: a process that ends from now on is reported again
+            self._system.reap(self._own())
+
+    def close(self) -> None:
+        """Stop watching."""
+        self.due = NEVER
+        if self._ends is not None:
+            self._ends.close()
+            self._ends = None
+
+
 class SharedNames:
-    """Made before the first process of a launch. ``place``: where names are looked for."""
+    """Finds the files that a launch has left in ``place``. Made before the first process of the launch.
+
+    The system does not note who made a file there. So the only names that count are those that libraries draw, of files
+    that came during the launch, belong to this user, and are used by no process.
+    """
 
     def __init__(self, place: str = _PLACE) -> None:
         self._place = place
@@ -63,7 +104,7 @@ class SharedNames:
 
 def _is_cared_for(kind: str, maker: int) -> bool:
     """True if a file's maker lives, or a program that may yet remove what the maker has left."""
-    return os.path.exists(f"/proc/{maker}") or any(_TIDY_UP[kind] in _read(pid, "cmdline") for pid in _own_processes())
+    return os.path.exists(f"/proc/{maker}") or any(_CLEANERS[kind] in _read(pid, "cmdline") for pid in _own_processes())
 
 
 def _size(path: str) -> int:

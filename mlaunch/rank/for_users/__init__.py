@@ -1,1 +1,0 @@
-"""Functions that user code calls in a rank."""

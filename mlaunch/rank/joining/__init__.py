@@ -1,1 +1,0 @@
-"""Processes that another launcher has started become ranks."""
