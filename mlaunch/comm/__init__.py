@@ -158,7 +158,7 @@ def reduce_dict(input_dict: Mapping[K, Any], average: bool = True) -> dict[K, An
         average: False: the sum.
 
     Returns:
-        For each value one of its kind: for a tensor a tensor of its shape, device and dtype, for a number of numpy's
+        A value of the same kind for each. A tensor gives a tensor of its shape, device and dtype, a number of numpy's
         one of its type. Sums of integers are exact. Means of integers are floats (of torch's default dtype for a
         tensor), sums of booleans integers. Where a rank has an integer and another a float, both get a float.
 
@@ -188,7 +188,7 @@ def main_process_first() -> Iterator[bool]:
     ``with`` statement is True on rank 0.
 
     Raises:
-        RuntimeError: (on the others) the block failed on rank 0, where it raises what it raises.
+        RuntimeError: (on the other ranks) The block failed on rank 0, which raises the block's own exception.
     """
     with _first_in(None if world.is_grouped() else _NOBODY, "main_process_first()") as first:
         yield first

@@ -52,7 +52,7 @@ class Group:
 
     @property
     def key(self) -> str:
-        """The ranks, as the key of a barrier: "0,1,3"."""
+        """The ranks as the key of a barrier, such as "0,1,3"."""
         return ",".join(map(str, self.ranks))
 
     @property

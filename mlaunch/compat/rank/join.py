@@ -52,7 +52,7 @@ def join_from_torch(backend: str | None = None, seed: int | str | None = 1024, v
     """Join with torchrun's variables (``RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT``).
 
     Raises:
-        RuntimeError: A variable, which is named, is missing or not a number; and as ``join``.
+        RuntimeError: A variable is missing or not a number (the error names it); or as ``join``.
     """
     become_rank(other_launchers.from_torch(os.environ), backend=backend, seed=seed, verbose=verbose)
 
@@ -63,7 +63,7 @@ def join_from_slurm(
     """Join in a task of srun (``SLURM_PROCID``, ``SLURM_STEP_NUM_TASKS`` or ``SLURM_NPROCS``, ``SLURM_LOCALID``).
 
     Raises:
-        RuntimeError: A variable, which is named, is missing or not a number; and as ``join``.
+        RuntimeError: A variable is missing or not a number (the error names it); or as ``join``.
     """
     become_rank(
         other_launchers.from_slurm(os.environ, host.strip("[]"), port), backend=backend, seed=seed, verbose=verbose
@@ -85,9 +85,9 @@ def join_from_openmpi(
 def join_from_env(backend: str | None = None, seed: int | str | None = 1024, verbose: bool = True) -> None:
     """Join under the launcher that started this process: torchrun, submitit (its local executor), srun or mpirun.
 
-    They are looked for in this order. If srun or mpirun do not say where rank 0 is, the address is ``MASTER_ADDR``, or
-    loopback on one machine; the port is ``MASTER_PORT``, or one derived from the job's name. ``MLAUNCH_JOIN=0`` turns
-    recognition off.
+    mlaunch looks for them in this order. If srun or mpirun do not say where rank 0 is, the address is ``MASTER_ADDR``,
+    or loopback on one machine; the port is ``MASTER_PORT``, or one derived from the job's name. ``MLAUNCH_JOIN=0``
+    turns recognition off.
 
     Raises:
         RuntimeError: No launcher is recognised, or recognition is off; and as ``join``.
