@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
-from mlaunch.cli.checks import OF_FEATURES, PRINT_COMPLETION
+from mlaunch.cli.parser import OF_FEATURES, PRINT_COMPLETION, completion_parser, mlaunch_parser, refuse_script
 from mlaunch.core import load
 
 
@@ -42,11 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if arguments[0] == "run":  # it parses its own flags, before a script's arguments
                 return int(module.main(arguments[1:]))
         if arguments[:1] and arguments[0].partition("=")[0] == PRINT_COMPLETION:
-            from mlaunch.cli import completion
-
-            completion.parser().parse_args(arguments)
-        from mlaunch.cli.parser import mlaunch_parser, refuse_script
-
+            completion_parser().parse_args(arguments)
         parser = mlaunch_parser()
         refuse_script(parser, arguments)
         args = parser.parse_args(arguments)

@@ -1,16 +1,23 @@
-"""The command line of ``mlaunch``, without the flags of ``mlaunch run``."""
+"""The command line of ``mlaunch``: its parser without the flags of ``mlaunch run``, checks of values, completion."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import math
 import shlex
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from mlaunch._version import __version__
-from mlaunch.cli import doctor, launch_commands
-from mlaunch.cli.checks import OF_FEATURES, PRINT_COMPLETION
 from mlaunch.core import load
 
+if TYPE_CHECKING:
+    from mlaunch.cli.launch_commands import Commands
+
+PRINT_COMPLETION = "--print-completion"
+# Commands of features: each exists if its feature does.
+OF_FEATURES = {"debug": "debug", "run": "run", "stacks": "insight", "why": "insight", "warm": "warm"}
 _EXAMPLES = """\
 examples:
   mlaunch run --nproc-per-node 4 train.py
@@ -31,6 +38,8 @@ for that of mlaunch run.
 
 def mlaunch_parser(run: argparse.ArgumentParser | None = None) -> argparse.ArgumentParser:
     """Make the parser of the whole command. ``run``: the flags of ``mlaunch run``; None: it parses them itself."""
+    from mlaunch.cli import doctor, launch_commands  # which mlaunch run does not need
+
     parser = argparse.ArgumentParser(
         prog="mlaunch",
         description="Start scripts on every device, look at running launches, and check this machine.",
@@ -54,7 +63,7 @@ def mlaunch_parser(run: argparse.ArgumentParser | None = None) -> argparse.Argum
     return parser
 
 
-def _add_commands_of(feature: str, commands: launch_commands.Commands) -> None:
+def _add_commands_of(feature: str, commands: Commands) -> None:
     """Add a feature's commands. ``cli.main`` reports a feature that is missing."""
     if (module := load.at_hand(feature, "command")) is not None:
         module.add_command(commands)
@@ -70,3 +79,102 @@ def refuse_script(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> 
     is_script = first.endswith(".py") or (first.startswith("-") and any(word.endswith(".py") for word in arguments))
     if is_script:
         parser.error(f"{first}: no command of mlaunch; to run a script: mlaunch run {shlex.join(arguments)}")
+
+
+# Values of flags: checked, or refused with what is allowed
+
+
+class UsageError(ValueError):
+    """A wrong command line; the text is for its author."""
+
+
+def numbers(name: str, text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise UsageError(f"{name} {text}: allowed: numbers with commas between them")
+    return tuple(map(int, parts))
+
+
+def at_least(lowest: int, name: str, value: int) -> int:
+    if value < lowest:
+        raise UsageError(f"{name} {value}: allowed: {lowest} or more")
+    return value
+
+
+def seconds_of(name: str, value: float | str) -> float:
+    seconds = number(value)
+    if not seconds > 0:
+        raise UsageError(f"{name} {value}: allowed: seconds, more than 0")
+    return seconds
+
+
+def number(value: float | str) -> float:
+    """Return the number; NaN, which is in no range, for other texts and infinities."""
+    try:
+        number = float(value)
+    except ValueError:
+        return math.nan
+    return number if math.isfinite(number) else math.nan
+
+
+# Texts made from the flags: completion for shells (``--print-completion``), and the page of ``man mlaunch``
+
+
+class _Print(argparse.Action):
+    """A flag that prints a text and ends, as ``--help`` does."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        _namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        """Print what ``values`` asks for."""
+        print(self._text(parser, option_string or "", values))
+        parser.exit()
+
+    def _text(self, parser: argparse.ArgumentParser, flag: str, wanted: object) -> str:
+        raise NotImplementedError
+
+
+def completion_parser() -> argparse.ArgumentParser:
+    """Make the parser of ``mlaunch --print-completion``."""
+    found = argparse.ArgumentParser(prog="mlaunch", usage=f"mlaunch {PRINT_COMPLETION} SHELL")
+    found.add_argument(PRINT_COMPLETION, action=PrintCompletion)
+    return found
+
+
+class PrintCompletion(_Print):
+    """A flag that prints the completion script for a shell; shtab makes it."""
+
+    def _text(self, parser: argparse.ArgumentParser, flag: str, wanted: object) -> str:
+        shtab = _imported(parser, flag, "shtab", "shtab")
+        if wanted not in shtab.SUPPORTED_SHELLS:
+            parser.error(f"{flag} {wanted}: allowed: {', '.join(shtab.SUPPORTED_SHELLS)}")
+        return str(shtab.complete(_whole(), shell=wanted))
+
+
+class PrintManPage(_Print):
+    """A flag that prints the manual page in roff; argparse-manpage makes it."""
+
+    def _text(self, parser: argparse.ArgumentParser, flag: str, wanted: object) -> str:
+        del wanted
+        manpage = _imported(parser, flag, "argparse_manpage.manpage", "argparse-manpage")
+        about = {"project_name": "mlaunch", "version": __version__, "manual_title": "mlaunch"}
+        about["description"] = "run functions and scripts of PyTorch once per device"
+        return str(manpage.Manpage(_whole(), about, format="single-commands-section")).rstrip()
+
+
+def _imported(parser: argparse.ArgumentParser, flag: str, module: str, package: str) -> Any:
+    """Import the module that makes the text; name its package if it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        parser.error(f"{flag} needs the package {package}: pip install 'mlaunch[completion]'")
+
+
+def _whole() -> argparse.ArgumentParser:
+    """Make the parser of the whole command, with the flags of ``mlaunch run`` if that is installed."""
+    run = load.at_hand("run", "command")
+    return mlaunch_parser(None if run is None else run.parser("mlaunch run"))

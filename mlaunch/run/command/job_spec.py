@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from mlaunch.base.linux import working_directory
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
-from mlaunch.cli.checks import UsageError
+from mlaunch.cli.parser import UsageError
 from mlaunch.core import load
 from mlaunch.protocol.spec import Context, LaunchSpec, Nodes, Target
 from mlaunch.run.command.job import Job

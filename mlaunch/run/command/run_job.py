@@ -18,7 +18,7 @@ from mlaunch.caller.launch.settle import Steps
 from mlaunch.caller.launch.start import start_launch
 from mlaunch.caller.report.history import History
 from mlaunch.caller.server.fork_server import ForkServer
-from mlaunch.cli.checks import UsageError
+from mlaunch.cli.parser import UsageError
 from mlaunch.core import load
 from mlaunch.core.load import CallerParts
 from mlaunch.rank.setup import device
