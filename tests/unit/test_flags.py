@@ -397,7 +397,7 @@ def test_a_token_is_not_shown(tmp_path: Any) -> None:
     (tmp_path / "token").write_text("hush\n")
     found = job("--token-file", str(tmp_path / "token"))
     assert found.token == "hush"
-    assert "hush" not in repr(found) + describe(found, 2, {})
+    assert "hush" not in repr(found) + describe(found, run_job.spec_to_describe(found, 2, {}), {})
 
 
 def test_the_plan(capsys: pytest.CaptureFixture[str]) -> None:

@@ -116,7 +116,6 @@ INSIDE = {
     "mlaunch.cells.rank.run_cell": "test_a_cell_is_ipythons",
     "mlaunch.cells.rank.shell": "test_a_cell_is_ipythons",
     "mlaunch.caller.warm_up": "test_the_first_launch_can_be_prepared_too",
-    "mlaunch.run.command.job_spec": "test_the_plan",
     "mlaunch.engines.caller.launch.engine_launch": "test_machines_that_are_held",
     "mlaunch.engines.caller.cluster": "test_machines_that_are_held",
     "mlaunch.engines.caller.launch.kept_launch": "test_an_exception_on_one_machine_leaves_them_in_step",

@@ -7,27 +7,18 @@ import shlex
 from collections.abc import Mapping
 
 from mlaunch.base.text import ranges
-from mlaunch.caller.launch.plan import Attempt, ThisMachine
-from mlaunch.protocol.server_messages import Ready
 from mlaunch.protocol.spec import LaunchSpec, Nodes
 from mlaunch.rank.other_launchers import OWNER
 from mlaunch.rank.setup import device
-from mlaunch.run.command.job import Job
-from mlaunch.run.command.job_spec import spec_of
+from mlaunch.run.command.job import AT_THE_START, Job
 from mlaunch.run.rank import environ_of
 
-_AT_THE_START = "(chosen at the start)"
 _OWN = "TORCHELASTIC_ERROR_FILE"  # differs between ranks although it names no rank
 
 
-def describe(job: Job, size: int, environ: Mapping[str, str], runtime: str | None = None) -> str:
-    """Return the plan, for people. ``environ``: the caller's. ``runtime`` None: unknown, so CUDA's rules apply.
-
-    Raises:
-        ValueError: This machine cannot run the job.
-    """
-    spec, asked = _spec(job, size, environ), job.asked
-    first, world = spec.rank_start, spec.world_size
+def describe(job: Job, spec: LaunchSpec, environ: Mapping[str, str], runtime: str | None = None) -> str:
+    """Return the plan, for people. ``environ``: the caller's. ``runtime`` None: unknown, so CUDA's rules apply."""
+    asked, size, first, world = job.asked, spec.local_world_size, spec.rank_start, spec.world_size
     ranks = [_environment(job, spec, local_rank, environ, runtime) for local_rank in range(size)]
     shared = {name: value for name, value in ranks[0].items() if all(rank.get(name) == value for rank in ranks)}
     shared = {name: value for name, value in shared.items() if not _is_of_one(name)}
@@ -55,24 +46,14 @@ def _guess(job: Job, size: int) -> str:
     return f", if each machine has {size}" if job.nodes > 1 else ""
 
 
-def _spec(job: Job, size: int, environ: Mapping[str, str]) -> LaunchSpec:
-    """Return the launch as far as it is known before the start, from the code that plans real ones."""
-    # Nothing is known of torch and devices: no process is started.
-    nothing_known = ThisMachine(Ready("", None, ("gloo",)), lambda _environ: 0)
-    spec = spec_of(job, size, nothing_known, environ, Attempt(0, job.asked.deadline), _AT_THE_START)
-    if spec.target is None or job.run_id:
-        return spec
-    return dataclasses.replace(spec, target=dataclasses.replace(spec.target, run_id=_AT_THE_START))
-
-
 def _environment(
     job: Job, spec: LaunchSpec, local_rank: int, environ: Mapping[str, str], runtime: str | None
 ) -> dict[str, str]:
     """Return the rank's variables that the caller's environment does not have."""
     if spec.target is None:
         return {}
-    port = job.port if job.nodes == 1 and job.port else _AT_THE_START
-    nodes = Nodes(job.node_rank, job.nodes, interface="lo" if job.nodes == 1 else _AT_THE_START)
+    port = job.port if job.nodes == 1 and job.port else AT_THE_START
+    nodes = Nodes(job.node_rank, job.nodes, interface="lo" if job.nodes == 1 else AT_THE_START)
     known = dataclasses.replace(spec, nodes=nodes)
     found = environ_of(known, spec.target, local_rank, ("127.0.0.1", port), runtime)
     found.setdefault("OMP_NUM_THREADS", str(device.threads_of(spec.local_world_size)))

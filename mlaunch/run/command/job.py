@@ -22,7 +22,9 @@ from mlaunch.base.log import log
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.cli.parser import UsageError, at_least, number, numbers, seconds_of
 from mlaunch.protocol import token as tokens
+from mlaunch.protocol.spec import Target
 from mlaunch.run.command.flags import options_of
+from mlaunch.run.wire import Script
 
 _STATIC_PORT = 29500  # torchrun's
 _JOIN_TIMEOUT = 300.0
@@ -33,6 +35,7 @@ _FUNCTION = re.compile(r"[\w.]+:[\w.]+")
 _LONGEST_ROLE = 255  # characters: it is sent to all machines
 _HARDLY_A_SCRIPTS = {"--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-endpoint", "--standalone"}
 _SHUTDOWN_TIMEOUT = "30"  # seconds, torchrun's: enough to save a checkpoint
+AT_THE_START = "(chosen at the start)"  # in a plan that is only described
 COUNTED = ("auto", "gpu", "cpu", "xpu")
 
 
@@ -81,6 +84,12 @@ class Job:
                 "token": self.token,
             }
         )
+
+
+def target_of(job: Job, error_dir: str) -> Target:
+    """Return what the ranks of a job run. ``error_dir``: for ``record``'s files, "": a directory of the agent's own."""
+    script = Script(job.kind, job.target, job.args, job.virtual_local_rank, job.source)
+    return Target("run", script, job.role, job.run_id, error_dir, of_python=job.kind != "program")
 
 
 def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:

@@ -5,14 +5,18 @@ The command imports this after it has asked for the fork server, which gets read
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout
+from mlaunch.base.linux import working_directory
 from mlaunch.base.log import tell_curious
 from mlaunch.caller import interrupts
-from mlaunch.caller.launch.plan import Accelerator, Attempt, ThisMachine, shown
+from mlaunch.caller.launch.plan import Accelerator, Attempt, ThisMachine, plan, shown
 from mlaunch.caller.launch.restarts import with_restarts
 from mlaunch.caller.launch.settle import Steps
 from mlaunch.caller.launch.start import start_launch
@@ -21,11 +25,12 @@ from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.cli.parser import UsageError
 from mlaunch.core import load
 from mlaunch.core.load import CallerParts
+from mlaunch.protocol.server_messages import Ready
+from mlaunch.protocol.spec import Context, LaunchSpec, Nodes
 from mlaunch.rank.setup import device
 from mlaunch.run.command.ending import FAILED, STOPPED, TIMED_OUT, annotate, fail, say, status_of
 from mlaunch.run.command.flags import as_flag
-from mlaunch.run.command.job import Job
-from mlaunch.run.command.job_spec import spec_of
+from mlaunch.run.command.job import AT_THE_START, Job, target_of
 from mlaunch.run.command.output import OutputFlags, directory_of, output_plan, without_output
 
 if TYPE_CHECKING:
@@ -34,15 +39,60 @@ if TYPE_CHECKING:
 Attempts = Callable[[CallerParts], Steps]  # all attempts of a job; returns how the last one ended
 
 
+def spec_of(
+    job: Job, size: int, machine: ThisMachine, environ: Mapping[str, str], attempt: Attempt, error_dir: str
+) -> LaunchSpec:
+    """Plan one attempt. ``size``: ranks on this machine; ``error_dir``: as in ``target_of``.
+
+    Raises:
+        ValueError: This machine cannot run the job.
+        UsageError: A feature that the flags ask for refuses it.
+    """
+    try:
+        if job.nodes > 1:
+            load.room("machines", "caller", f"--nnodes {job.nodes}")  # otherwise the error would name world_size=
+        planned = plan(job.options(size), machine, job.name, environ, attempt)
+    except ModuleNotFoundError as error:  # of what several machines need
+        raise UsageError(str(error)) from None
+    target = target_of(job, error_dir)
+    target = dataclasses.replace(target, run_id=job.run_id or planned.launch_id, temporary=tempfile.gettempdir())
+    context = Context(environ, working_directory(), job.path, (job.target, *job.args), None, None, os.getpid())
+    context = dataclasses.replace(context, source="mlaunch run")
+    spec = dataclasses.replace(
+        planned,
+        devices=dataclasses.replace(planned.devices, type=""),
+        target=target,
+        context=context,
+        nodes=Nodes(job.node_rank, job.nodes, guessed=job.nodes > 1),
+    )
+    try:
+        if attempt.parts is not None:
+            attempt.parts.planned(spec)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return spec
+
+
+def spec_to_describe(job: Job, size: int, environ: Mapping[str, str]) -> LaunchSpec:
+    """Return the launch as far as it is known before the start, from the code that plans real ones."""
+    # Nothing is known of torch and devices: no process is started.
+    nothing_known = ThisMachine(Ready("", None, ("gloo",)), lambda _environ: 0)
+    spec = spec_of(job, size, nothing_known, environ, Attempt(0, job.asked.deadline), AT_THE_START)
+    if spec.target is None or job.run_id:
+        return spec
+    return dataclasses.replace(spec, target=dataclasses.replace(spec.target, run_id=AT_THE_START))
+
+
 def describe_here(job: Job, server: ForkServer | None, environ: dict[str, str]) -> int:
     """Print the plan; ``server`` None: nothing has to be counted. Return the exit status."""
     from mlaunch.run.command.dry_run import describe
 
     try:
         if server is None and isinstance(job.size, int):
-            print(describe(job, job.size, environ))
+            print(describe(job, spec_to_describe(job, job.size, environ), environ))
         elif server is not None:
-            print(describe(job, *_on_devices(job, server, environ), server.ready().runtime))
+            size, environ = _on_devices(job, server, environ)
+            print(describe(job, spec_to_describe(job, size, environ), environ, server.ready().runtime))
     except LaunchError as error:
         return _failed(error)
     return 0

@@ -14,8 +14,7 @@ from mlaunch.engines.caller.engine import Engine
 from mlaunch.engines.caller.engine_names import engine_named
 from mlaunch.engines.caller.launch.engine_launch import Attempts, HostPrefix, Work
 from mlaunch.protocol.spec import LaunchSpec
-from mlaunch.run.command.job import Job
-from mlaunch.run.command.job_spec import target_of
+from mlaunch.run.command.job import Job, target_of
 from mlaunch.run.command.output import OutputFlags
 
 # Flags whose values an engine or its machines decide.
