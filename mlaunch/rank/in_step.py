@@ -173,9 +173,7 @@ def _pending(name: str, group: dist.ProcessGroup) -> dict[str, int]:
     """Return how many collectives of a group its devices have not done; on CPUs, threads wait for those."""
     if {device.type for device in process_groups.devices_of(group)} <= {"cpu"}:
         return {}
-    from mlaunch.torch_parts import recorder
-
-    return recorder.pending_of(name, group)
+    return process_groups.pending_of(name, group)
 
 
 def _waits(parts: dict[int, tuple[str, int, tuple[int, ...]]]) -> Iterator[RankWait]:

@@ -8,13 +8,16 @@ import os
 from mlaunch.base.log import log
 
 TRIED = "2.6 to 2.15"
-# Each has a function ``lacks``, which returns "NAME IN TORCH: the consequence", or "".
-_PARTS = ("process_groups", "operations", "limits", "recorder", "default_device", "model_times")
+# Functions that return "NAME IN TORCH: the consequence", or "", by module.
+_LACKS = {
+    "process_groups": ("lacks", "limits_lack", "recorder_lacks"), "operations": ("lacks",),
+    "default_device": ("lacks",), "model_times": ("lacks",),
+}  # fmt: skip
 _told: set[str] = set()
 
 
 def sentence(lack: str) -> str:
-    """Return the sentence about a lack. ``lack``: what a module's ``lacks`` has returned."""
+    """Return the sentence about a lack. ``lack``: as from one of ``_LACKS``."""
     import torch
 
     thing, _, follows = lack.partition(": ")
@@ -30,5 +33,6 @@ def tell(lack: str) -> None:
 
 def everything() -> list[str]:
     """Return a sentence about each part that this torch lacks. It imports no part of torch that is not in use."""
-    found = [importlib.import_module(f"mlaunch.torch_parts.{part}").lacks() for part in _PARTS]
+    parts = {importlib.import_module(f"mlaunch.torch_parts.{part}"): names for part, names in _LACKS.items()}
+    found = [getattr(part, name)() for part, names in parts.items() for name in names]
     return [sentence(lack) for lack in found if lack]

@@ -1,17 +1,23 @@
-"""The process groups that this process is in, and their backends.
+"""The process groups that this process is in: their backends, time limits, and what torch's flight recorder has.
 
-torch keeps them in ``_world``, under names with an underscore; it documents only the default group. If a torch has no
+torch keeps groups in ``_world``, under names with an underscore; it documents only the default group. If a torch has no
 ``_world``, only that group is known, and not whether ranks are in step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
     import torch
     import torch.distributed as dist
+
 
 _KEPT = ("pg_map", "pg_names", "group_count")
 
@@ -154,3 +160,139 @@ def counts_messages(backend: Any) -> bool:
 def backend_name(backend: Any) -> str:
     """Return torch's name of a backend: "gloo", "nccl", "nccl2"."""
     return str((getattr(backend, "_get_backend_name", None) or backend.name)())
+
+
+# Time limits, of future groups and of existing ones. torch documents ``set_timeout`` from 2.14 on. Before that, some
+# backends have ``_set_default_timeout``; NCCL's new one does not. No documented name tells which limit a group has. If
+# a torch has neither function, limits stay as they are.
+
+_LIMITS_OF_NEW = ("default_pg_timeout", "default_pg_nccl_timeout")  # torch's, for groups that are made without a limit
+_NO_LIMITS = (
+    "Backend.set_timeout, nor _set_default_timeout: groups that exist keep their time limits while somebody debugs; "
+    "give a longer timeout="
+)
+
+
+def limits_lack() -> str:
+    """Return what this torch lacks, and the consequence; "" if it lacks nothing."""
+    from torch.distributed import distributed_c10d
+
+    if not any(hasattr(distributed_c10d, name) for name in _LIMITS_OF_NEW):
+        return "default_pg_timeout: collectives keep their time limits while somebody debugs; give a longer timeout="
+    kinds = [vars(distributed_c10d).get(name) for name in ("Backend", "ProcessGroupGloo", "ProcessGroupNCCL")]
+    kinds += [getattr(distributed_c10d, "ProcessGroup", None)]
+    if not any(hasattr(kind, name) for kind in kinds for name in ("set_timeout", "_set_default_timeout")):
+        return _NO_LIMITS
+    return ""
+
+
+def lift_limits(limit: timedelta) -> None:
+    """Set the limit of future groups that are made without one."""
+    import torch.distributed.distributed_c10d as dist
+
+    # By name: which of the two exist depends on the release.
+    for name in _LIMITS_OF_NEW:
+        if getattr(dist, name, None) is not None:
+            setattr(dist, name, limit)
+
+
+class HeldLimits:
+    """The limits of groups, which are raised during debugging for operations that begin meanwhile.
+
+    They are set on each group's backends, and in torch for future groups. Operations that have begun keep their limits.
+    """
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Callable[[timedelta], object], timedelta]] = []  # of backends
+        self._to_come: dict[str, Any] = {}
+
+    def hold(self, limit: timedelta) -> None:
+        """Replace all limits by ``limit``. Called by the control thread."""
+        import torch.distributed.distributed_c10d as dist
+
+        # A second request would take the raised limits for the original ones.
+        if self._before or self._to_come:
+            return
+        self._to_come = {name: found for name in _LIMITS_OF_NEW if (found := getattr(dist, name, None)) is not None}
+        lift_limits(limit)
+        for group in everyone():
+            with contextlib.suppress(Exception):  # the group was just destroyed
+                for backend, _ in backends(group):
+                    self._hold_one(backend, limit)
+
+    def _hold_one(self, backend: Any, limit: timedelta) -> None:
+        put = getattr(backend, "set_timeout", None) or getattr(backend, "_set_default_timeout", None)
+        if put is None:
+            from mlaunch.torch_parts import lacking
+
+            lacking.tell(_NO_LIMITS)
+            return
+        with contextlib.suppress(Exception):  # the backend has no limit
+            before = backend.options._timeout
+            put(limit)
+            self._before.append((put, before))
+
+    def give_back(self) -> None:
+        """Restore the limits from before ``hold``."""
+        import torch.distributed.distributed_c10d as dist
+
+        for name, limit in self._to_come.items():
+            setattr(dist, name, limit)
+        for put, limit in reversed(self._before):
+            with contextlib.suppress(Exception):
+                put(limit)
+        self._before, self._to_come = [], {}
+
+
+# torch's flight recorder: the number of collectives that were begun and that their device has not completed. NCCL
+# returns before the device has done anything, so all ranks may have begun the same operations while one device is
+# behind. NCCL's old backend fills the recorder by itself; for others torch does, from 2.15 on. gloo's is not read: a
+# thread waits for each operation that gloo has not completed. ``TORCH_FR_BUFFER_SIZE=0`` switches the recorder off.
+
+_OF_OLD_NCCL = "_dump_nccl_trace_json"
+_OF_ANY = "_dump_fr_trace_json"
+_COMPLETED = "completed"
+
+
+def recorder_lacks() -> str:
+    """Return what this torch lacks, and the consequence; "" if it lacks nothing."""
+    from torch._C import _distributed_c10d as c10d
+
+    if hasattr(c10d, _OF_ANY) or hasattr(c10d, _OF_OLD_NCCL):
+        return ""
+    return f"{_OF_ANY}: mlaunch why does not say which device is behind in what all ranks have begun"
+
+
+def pending_of(name: str, group: Any) -> dict[str, int]:
+    """Return how many collectives of a group are not completed, by the kind of device.
+
+    Backends without a recorder are left out.
+    """
+    found = {}
+    for backend, devices in backends(group):
+        kind = backend_name(backend)
+        record = None if kind == "gloo" else _read_recorder(kind)
+        if record is not None:
+            device = "cpu" if "cpu" in devices else devices[0]
+            found[device] = sum(_is_pending(entry, name) for entry in record)
+    return found
+
+
+def _read_recorder(kind: str) -> list[dict[str, Any]] | None:
+    """Return the entries that are not completed; None if no recorder is known to be this backend's."""
+    from torch._C import _distributed_c10d as c10d
+
+    try:
+        if kind == "nccl":
+            text = getattr(c10d, _OF_OLD_NCCL)(includeCollectives=True, onlyActive=True)
+        else:
+            text = getattr(c10d, _OF_ANY)(includeCollectives=True, onlyActive=True, backend=kind)
+        found: list[dict[str, Any]] = json.loads(text).get("entries", [])
+    except (AttributeError, TypeError, ValueError, RuntimeError):  # older releases know no backend=
+        return None
+    return found
+
+
+def _is_pending(entry: dict[str, Any], name: str) -> bool:
+    is_over = entry.get("retired") or entry.get("state") == _COMPLETED
+    return not (is_over or entry.get("is_p2p")) and entry.get("process_group", [""])[0] == name

@@ -16,7 +16,7 @@ from mlaunch.debug.agent import DebugVisits
 from mlaunch.debug.wire import COME, DebugTerms, HoldLimits, Visited
 from mlaunch.protocol import visitors
 from mlaunch.rank.setup import device
-from mlaunch.torch_parts.limits import HeldLimits
+from mlaunch.torch_parts.process_groups import HeldLimits
 
 
 def came(sections: dict[str, object]) -> tuple[DebugVisits, list[object], socket.socket, dict[str, Any]]:

@@ -19,7 +19,7 @@ from torch._C import _distributed_c10d as c10d
 from mlaunch.comm.rank import exchange
 from mlaunch.rank import in_step
 from mlaunch.rendezvous import tcp_store
-from mlaunch.torch_parts import default_device, lacking, limits, operations, process_groups
+from mlaunch.torch_parts import default_device, lacking, operations, process_groups
 
 ONE = torch.ones(1)
 
@@ -74,7 +74,7 @@ def the_limit_of_old_backends():
     backend = process_groups.backends(OTHER)[0][0]
     if hasattr(backend, "set_timeout"):
         del c10d.ProcessGroupGloo._set_default_timeout
-    held = limits.HeldLimits()
+    held = process_groups.HeldLimits()
     held.hold(timedelta(days=9))
     assert backend.options._timeout == timedelta(days=9)
     held.give_back()
@@ -83,7 +83,7 @@ def the_limit_of_old_backends():
 def any_limit():
     backend = SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(seconds=7)))
     process_groups.backends = lambda group: [(backend, ["cpu"])]
-    held, said = limits.HeldLimits(), io.StringIO()
+    held, said = process_groups.HeldLimits(), io.StringIO()
     with contextlib.redirect_stderr(said):
         held.hold(timedelta(days=9))
         held.give_back()

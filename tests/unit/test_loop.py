@@ -184,8 +184,7 @@ FRESH = {"mlaunch.engines.member.main", "mlaunch.warm.caller.zygotes", "mlaunch.
 FRESH |= {"mlaunch.debug.rank.visit"}
 FRESH |= {"mlaunch.leases.caller.remnants"}  # with a library of its own in place of the driver's
 FRESH |= {"mlaunch.profile.member"}  # of a profile on machines: torch's profiler alone takes seconds to import
-FRESH |= {f"mlaunch.torch_parts.{name}" for name in ("lacking", "recorder")}
-FRESH |= {"mlaunch.warm.server.zygote"}
+FRESH |= {"mlaunch.torch_parts.lacking", "mlaunch.warm.server.zygote"}
 
 
 def test_every_module_is_in_the_fast_loop(request: pytest.FixtureRequest) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mlaunch.debug.rank.rank_pdb import Debugger
     from mlaunch.debug.wire import RanksEnd
     from mlaunch.protocol.spec import LaunchSpec
-    from mlaunch.torch_parts.limits import HeldLimits
+    from mlaunch.torch_parts.process_groups import HeldLimits
 
 
 _given: queue.SimpleQueue[RanksEnd] = queue.SimpleQueue()  # the channel to the caller
@@ -109,7 +109,7 @@ def _attach_visitor(word: OpenPrompt, fd: int) -> None:
 def _hold_limits(held: bool) -> None:
     """Lift limits for a visitor; restore them, and end the visit, once it has gone."""
     if held or _held:
-        from mlaunch.torch_parts.limits import HeldLimits
+        from mlaunch.torch_parts.process_groups import HeldLimits
 
         _held[:] = _held or [HeldLimits()]
     if held:

@@ -61,9 +61,9 @@ def _serves(backend: str, device_type: str) -> bool:
 
 def lift_limits() -> None:
     """Give groups that user code makes no time limit, either, unless it sets one."""
-    from mlaunch.torch_parts import limits
+    from mlaunch.torch_parts import process_groups
 
-    limits.lift(device.limit(None))
+    process_groups.lift_limits(device.limit(None))
 
 
 def meet_and_join(
