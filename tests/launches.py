@@ -630,7 +630,7 @@ def marks() -> tuple[bytes, bytes]:
 
 def secrets_in(said: bytes) -> set[str]:
     """The secrets in what first processes of an engine have said."""
-    where = import_module("mlaunch.engines.wire.first_process").Where
+    where = import_module("mlaunch.engines.wire.first_process").ProcessAddress
     mark, _ = marks()
     return {where.of_line(line.removeprefix(mark)).secret for line in said.splitlines() if line.startswith(mark)}
 

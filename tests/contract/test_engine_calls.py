@@ -733,7 +733,7 @@ def test_a_held_machine_that_falls_silent_is_replaced(engine: Threads, monkeypat
         call = launcher(rank, engine=held)
         assert call() == [0, 1]
         with monkeypatch.context() as patch:
-            patch.setattr(member._Member, "_prepare", lambda _member, _order: None)
+            patch.setattr(member._Member, "_offer", lambda _member, _order: None)
             with pytest.raises(LaunchTimeout, match=r"has not answered on m0, m1 within join_timeout=0\.2 s"):
                 call.options(join_timeout=0.2)()
         assert call() == [0, 1]

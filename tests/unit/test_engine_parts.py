@@ -28,7 +28,7 @@ from mlaunch.engines.caller.slurm import Allocation, Existing, Shell, fate_of
 from mlaunch.engines.member import main, started_together
 from mlaunch.engines.member.member import MachinePlan
 from mlaunch.engines.wire.first_process import MARK as MARK_OF_FIRST
-from mlaunch.engines.wire.first_process import Lead, Where
+from mlaunch.engines.wire.first_process import Lead, ProcessAddress
 from mlaunch.engines.wire.frame_stream import FrameStream
 from mlaunch.engines.wire.member_messages import MARK, AskOffer, Listen, command_of
 from mlaunch.forkserver.children import NextLaunch
@@ -303,15 +303,15 @@ def test_processes_that_were_started_together_meet(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     reader, writer = os.pipe()
     with Listener(("127.0.0.1", 0), authkey=b"secret") as listener:
-        where = started_together._say_where(writer, listener.address[1], "secret")
+        where = started_together._print_address(writer, listener.address[1], "secret")
         assert (where.number, where.size, where.port) == (1, 2, listener.address[1])
         assert b"mlaunch-joined {" in os.read(reader, 4096)
         found: list[str] = []
         thread = threading.Thread(target=accept, args=(listener, found), daemon=True)
         thread.start()
         with pytest.raises(ConnectionError, match=r"port \d+: tried 255\S+ \(\w.*\), 127\S+ \(somebody else is there"):
-            Where("b", ("255.255.255.255", "127.0.0.1"), where.port, 1, 2, "guessed").connect()
-        with Where("b", ("255.255.255.255", "127.0.0.1"), where.port, 1, 2, "secret").connect() as connection:
+            ProcessAddress("b", ("255.255.255.255", "127.0.0.1"), where.port, 1, 2, "guessed").connect()
+        with ProcessAddress("b", ("255.255.255.255", "127.0.0.1"), where.port, 1, 2, "secret").connect() as connection:
             connection.sendall(b"hello")
             connection.shutdown(socket.SHUT_WR)
             thread.join(60)
@@ -328,7 +328,7 @@ def test_the_process_that_carries_for_all_outlives_what_mpirun_passes_on() -> No
     carrier = subprocess.Popen(command, stdin=ours[0], stdout=theirs[1], env=environ, cwd=ROOT)
     os.close(ours[0]), os.close(theirs[1])
     with contextlib.closing(FrameStream(theirs[0], ours[1])) as stream:
-        where = Where.of_line(heard(stream, MARK_OF_FIRST))
+        where = ProcessAddress.of_line(heard(stream, MARK_OF_FIRST))
         carrier.send_signal(signal.SIGUSR1)
         stream.send(Lead(where.name, {0: where}))
         found = b""
@@ -414,8 +414,8 @@ def test_strangers_hold_up_nobody_who_joins(monkeypatch: pytest.MonkeyPatch) -> 
             while end.recv(1024):  # its challenge, and then that it was closed
                 pass
         with pytest.raises(ConnectionError, match="somebody else is there"):
-            Where("b", (address,), port, 1, 2, "guessed").connect()
-        ours = Where("b", (address,), port, 1, 2, "secret").connect()
+            ProcessAddress("b", (address,), port, 1, 2, "guessed").connect()
+        ours = ProcessAddress("b", (address,), port, 1, 2, "secret").connect()
         with ours, found.get(timeout=60) as theirs, socket.socket(fileno=os.dup(theirs.fileno())) as end:
             ours.sendall(b"hello")
             assert end.recv(5) == b"hello"

@@ -30,7 +30,7 @@ def test_a_machine_that_does_not_say_what_it_does(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("mlaunch.engines.caller.launch.machines_requests._PATIENCE", 0.0)
     ours, theirs = socket.socketpair()
     machine = Machine(0, Ends(os.dup(ours.fileno()), ours.detach()))
-    machine.host, machine.prepared = "m0", cast(Any, SimpleNamespace(local_world_size=1))
+    machine.host, machine.offered = "m0", cast(Any, SimpleNamespace(local_world_size=1))
     spec = cast(
         Any,
         SimpleNamespace(
@@ -62,7 +62,7 @@ def two_machines() -> tuple[MachinesInspection, list[Machine], list[FrameStream]
     machines = [Machine(number, Ends(os.dup(ours.fileno()), ours.detach())) for number, (ours, _) in enumerate(pairs)]
     members = [FrameStream(os.dup(theirs.fileno()), theirs.detach()) for _, theirs in pairs]
     for machine in machines:
-        machine.host, machine.prepared = f"m{machine.number}", cast(Any, SimpleNamespace(local_world_size=1))
+        machine.host, machine.offered = f"m{machine.number}", cast(Any, SimpleNamespace(local_world_size=1))
         machine.rank_start = machine.number
     return MachinesInspection(spec, machines), machines, members
 

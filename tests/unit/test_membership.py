@@ -15,7 +15,7 @@ import pytest
 from mlaunch.base import linux
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.text import printable
-from mlaunch.engines.caller.launch.machines import shown
+from mlaunch.engines.caller.launch.machines import printable_line
 from mlaunch.machines.agent import LinkedPeers
 from mlaunch.machines.gate.roster import RoleRanks, Roster, placed, role_ranks
 from mlaunch.machines.gate.store_process import GateConfig
@@ -236,7 +236,7 @@ def test_words_of_others_cannot_command_a_terminal() -> None:
         assert text.replace("\n", "").isprintable()
         assert text.startswith("a\n" if name in {"what", "traceback"} else "a\\n")
     assert failure.hints == (r"\x1b[2J\x07\u202e\r?",)
-    assert shown(b"\x1b]0;title\x07 words\r\n") == r"\x1b]0;title\x07 words"
+    assert printable_line(b"\x1b]0;title\x07 words\r\n") == r"\x1b]0;title\x07 words"
     assert printable("\x1b" * 100, 10) == r"\x1b\x1b\x"
 
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from mlaunch.base import linux
 from mlaunch.base.exceptions import LaunchError
 from mlaunch.engines.caller.engine import Engine, Words
-from mlaunch.engines.caller.launch.machines import shown
+from mlaunch.engines.caller.launch.machines import printable_line
 from mlaunch.engines.caller.placement import Ends, Placement, Processes
-from mlaunch.engines.wire.first_process import MARK, CarriedStream, Lead, Mux, Where
+from mlaunch.engines.wire.first_process import MARK, CarriedStream, Lead, Mux, ProcessAddress
 from mlaunch.engines.wire.frame_stream import FrameStream
 
 _MODULE = "mlaunch.engines.member.started_together"
@@ -60,8 +60,8 @@ class _Started(Placement):
         self._stream: CarriedStream = FrameStream(ends.stdout, ends.stdin)
         self._stderr = ends.stderr
         self._words = b""
-        self._found: list[Where] = []
-        self._ordered: list[Where] = []  # as the machines are numbered
+        self._found: list[ProcessAddress] = []
+        self._ordered: list[ProcessAddress] = []  # as the machines are numbered
         self._streams: dict[int, socket.socket] = {}
 
     def state(self) -> str:
@@ -69,7 +69,7 @@ class _Started(Placement):
         try:
             while (line := self._stream.skip_to(MARK)) is not None:
                 with contextlib.suppress(ConnectionError):  # the line is not a member's
-                    self._found.append(Where.of_line(line))
+                    self._found.append(ProcessAddress.of_line(line))
         except EOFError:
             raise LaunchError(self._why_not()) from None
         sizes = [where.size for where in self._found if where.size]
@@ -124,7 +124,7 @@ class _Started(Placement):
         """Return in words why the program has not started the processes."""
         self._hear_stderr()
         fate = self._processes.fate(0, self._name) or f"{self._name} closed its output"
-        lines = [shown(line) for line in self._words.splitlines() if line.strip()]
+        lines = [printable_line(line) for line in self._words.splitlines() if line.strip()]
         return "\n".join([f"mlaunch did not start on the machines: {fate}", *(f"  {line}" for line in lines)])
 
     def fate(self, machine: int) -> str:

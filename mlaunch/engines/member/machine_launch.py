@@ -87,7 +87,7 @@ class MachineLaunch:
         self._board: Board | None = None
         self._early: list[tuple[_CallRecord, int]] = []  # records that come before there are ranks
         self._news = BoardNews(spec.local_world_size)
-        self._look_at = time.monotonic()
+        self._rows_at = time.monotonic()
         self._alone = False  # the caller is gone
         self._pressed = False  # the fork server was killed here, since the agent did not answer
         self._signals = SignalsHere(spec.callers_signals)
@@ -119,7 +119,7 @@ class MachineLaunch:
             self._heartbeat.tell()
         for fd in ready & self._pipes.keys():
             self._carry(fd)
-        if time.monotonic() >= self._look_at:
+        if time.monotonic() >= self._rows_at:
             self._tell_rows()
         if reason := self._signals.take():
             self._stream.send(FromAgent(PartSays(NAME, AskToStop(reason))))
@@ -134,7 +134,7 @@ class MachineLaunch:
         if self._alone or self._stream.unsent < _FULL:
             readers += self._pipes
         writers = [self._stream.outgoing] if self._stream.unsent else []
-        due = [self._look_at - time.monotonic(), *([] if self._alone else [self._heartbeat.left])]
+        due = [self._rows_at - time.monotonic(), *([] if self._alone else [self._heartbeat.left])]
         due += [left] if (left := self._limits.timeout()) is not None else []
         return ready(readers, writers, 1000 * max(0.0, min(due)))
 
@@ -247,7 +247,7 @@ class MachineLaunch:
         self._stream.send(FromAgent(CallOver(record.number)))
 
     def _tell_rows(self) -> None:
-        self._look_at = time.monotonic() + _ROWS_DELAY
+        self._rows_at = time.monotonic() + _ROWS_DELAY
         for record in self._news.of(self._board) if self._board is not None else ():
             self._stream.send(record)
 

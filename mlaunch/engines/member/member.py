@@ -39,7 +39,7 @@ from mlaunch.engines.wire.member_messages import (
     MachineDone,
     MemberHears,
     MembersStream,
-    NotPrepared,
+    NoOffer,
     Offer,
     Reach,
     Reached,
@@ -137,7 +137,7 @@ class _Member:
             case Heartbeat():
                 self._heartbeat.last = record
             case AskOffer():
-                self._prepare(record)
+                self._offer(record)
             case Listen():
                 self._stream.send(Listens(record.number, self._listen(record.port)))
             case Reach():
@@ -153,12 +153,12 @@ class _Member:
         if content >= 0:
             os.close(content)
 
-    def _prepare(self, order: AskOffer) -> None:
+    def _offer(self, order: AskOffer) -> None:
         try:
             self._plan = MachinePlan(order)
-            self._stream.send(self._plan.prepared())
+            self._stream.send(self._plan.offer())
         except (LaunchError, ValueError, OSError) as error:
-            self._stream.send(NotPrepared(order.number, f"{type(error).__name__}: {error}"))
+            self._stream.send(NoOffer(order.number, f"{type(error).__name__}: {error}"))
 
     def _listen(self, port: int | None) -> bool:
         if self._listener is not None:
@@ -192,7 +192,7 @@ class MachinePlan:
         self._machine = ThisMachine(ready, self.server.count_devices)
         self._placed = place(self._options, self._machine, self._environ)
 
-    def prepared(self) -> Offer:
+    def offer(self) -> Offer:
         """Return what this machine can give."""
         return Offer(
             self._order.number,

@@ -29,7 +29,15 @@ from typing import NoReturn
 from mlaunch.base import linux
 from mlaunch.engines.member import main as program
 from mlaunch.engines.member import member
-from mlaunch.engines.wire.first_process import MARK, CarriersStream, Lead, Mux, Where, limit_reads, without_delay
+from mlaunch.engines.wire.first_process import (
+    MARK,
+    CarriersStream,
+    Lead,
+    Mux,
+    ProcessAddress,
+    limit_reads,
+    without_delay,
+)
 from mlaunch.engines.wire.frame_stream import FrameStream
 from mlaunch.engines.wire.member_messages import command_of, patience_of
 from mlaunch.rendezvous.address import LOOPBACK, addresses
@@ -37,7 +45,7 @@ from mlaunch.rendezvous.address import LOOPBACK, addresses
 _STRANGER_TIMEOUT = 30  # seconds in which a process that connects must prove that it knows the secret
 _STRANGERS = 64  # connections at a time that have not proved it: each has a thread
 _BACKLOG = 4096  # connections that wait to be accepted; the system applies its own limit
-_LOOK_DELAY = 1.0  # seconds between checks that this process's parent is still there
+_CHECK_DELAY = 1.0  # seconds between checks that this process's parent is still there
 _READ = 65536
 # Variables by which programs give a process its number, and the number of processes.
 _NUMBERS = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"), ("PMIX_RANK", "PMIX_SIZE"),
@@ -52,7 +60,7 @@ def main() -> NoReturn:
     member.ignore(member.FOR_RANKS)
     secret, starter = secrets.token_hex(32), os.getppid()
     with socket.create_server(("0.0.0.0", 0), backlog=_BACKLOG) as listener:
-        where = _say_where(outgoing, listener.getsockname()[1], secret)
+        where = _print_address(outgoing, listener.getsockname()[1], secret)
         stream: CarriersStream = FrameStream(incoming, outgoing)
         lead = _hear(stream, where)
         if lead is None:
@@ -61,15 +69,15 @@ def main() -> NoReturn:
     os._exit(0)
 
 
-def _say_where(outgoing: int, port: int, secret: str) -> Where:
+def _print_address(outgoing: int, port: int, secret: str) -> ProcessAddress:
     number, size = next(((os.environ[a], os.environ[b]) for a, b in _NUMBERS if {a, b} <= os.environ.keys()), (-1, 0))
     name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"  # clones and containers share names and pids
-    where = Where(name, tuple(addresses()) or (LOOPBACK,), port, int(number), int(size), secret)
+    where = ProcessAddress(name, tuple(addresses()) or (LOOPBACK,), port, int(number), int(size), secret)
     os.write(outgoing, b"\n" + MARK + json.dumps(vars(where)).encode() + b"\n")
     return where
 
 
-def _hear(stream: CarriersStream, where: Where) -> Lead | None:
+def _hear(stream: CarriersStream, where: ProcessAddress) -> Lead | None:
     """Wait for the caller's ``Lead``; None if it is meant for another process, or only others receive it."""
     patience = patience_of(sys.argv)
     with contextlib.suppress(EOFError):
@@ -151,7 +159,7 @@ def _follow(listener: socket.socket, secret: str, starter: int) -> NoReturn:
     connection = None
     while connection is None:
         with contextlib.suppress(queue.Empty):
-            connection = found.get(timeout=_LOOK_DELAY)
+            connection = found.get(timeout=_CHECK_DELAY)
         if connection is None and os.getppid() != starter:  # the parent is gone, and nobody will connect
             os._exit(1)
     with without_delay(os.dup(connection.fileno())) as end:
@@ -162,7 +170,7 @@ def _follow(listener: socket.socket, secret: str, starter: int) -> NoReturn:
     member.main(secret)
 
 
-def _lead(stream: CarriersStream, lead: Lead, own: Where) -> None:
+def _lead(stream: CarriersStream, lead: Lead, own: ProcessAddress) -> None:
     """Carry the streams of all machines, and serve as this machine's member."""
     ends = {}
     for place, where in lead.all.items():

@@ -44,8 +44,8 @@ def without_delay(fd: int) -> socket.socket:
 
 
 @dataclass(frozen=True)
-class Where:
-    """The place where a process is found. ``number``: its place among all; -1 if it does not know it."""
+class ProcessAddress:
+    """The address of a process that a program has started. ``number``: its place among all; -1 if not known."""
 
     name: str
     addresses: tuple[str, ...]
@@ -55,7 +55,7 @@ class Where:
     secret: str = field(repr=False)
 
     @classmethod
-    def of_line(cls, line: bytes) -> Where:
+    def of_line(cls, line: bytes) -> ProcessAddress:
         """Read the line that a process has printed. ConnectionError if no such process printed it."""
         try:
             said = cls(**json.loads(line))
@@ -105,7 +105,7 @@ class Lead:
     """The caller's order to the first process to carry for all, with their places in the order of machines."""
 
     name: str
-    all: Mapping[int, Where]
+    all: Mapping[int, ProcessAddress]
 
 
 @dataclass(frozen=True)

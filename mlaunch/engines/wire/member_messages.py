@@ -3,7 +3,7 @@
 member -> caller   a line that begins with ``MARK``, then JSON: who it is       (before anything is unpickled)
 caller -> member   Heartbeat; AskOffer, Listen, Reach, Start, Cancel, Question; NextCall, EndCall, MeetAgain and
                    EndRanks for ranks that stay; ForPart
-member -> caller   Offer or NotPrepared, Listens, Reached; then FromAgent, Printed, Rows, Reports, Alive, ServerEnded,
+member -> caller   Offer or NoOffer, Listens, Reached; then FromAgent, Printed, Rows, Reports, Alive, ServerEnded,
                    PartSays, and MachineDone at last
 """
 
@@ -102,7 +102,7 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class NotPrepared:
+class NoOffer:
     """A member's answer that its machine can give nothing. ``text``: of the error."""
 
     number: int
@@ -142,7 +142,7 @@ class Reached:
     failures: tuple[str, ...]
 
 
-MemberAnswer = Offer | NotPrepared | Listens | Reached  # with the number of the question
+MemberAnswer = Offer | NoOffer | Listens | Reached  # with the number of the question
 
 
 @dataclass(frozen=True)

@@ -303,12 +303,12 @@ class Patience:
         self._give_up_at = math.inf
         self._lift_at = math.inf if deadline is None else time.monotonic() + deadline
         self._silence = math.inf if heartbeat_timeout is None else interval(heartbeat_timeout) * _MISSED
-        self._look_at = time.monotonic() + self._silence
+        self._check_at = time.monotonic() + self._silence
         self._silent = set[int]()  # numbers of machines that were reported as silent
 
     def milliseconds(self, other: float) -> float | None:
         """Return how many milliseconds a poll may take, if something else is due at ``other``; None: no limit."""
-        due = min(self._give_up_at, self._lift_at, self._look_at, other)
+        due = min(self._give_up_at, self._lift_at, self._check_at, other)
         return None if due == math.inf else 1000 * max(0.0, due - time.monotonic())
 
     def begin_to_give_up(self) -> None:
@@ -325,9 +325,9 @@ class Patience:
 
     def news(self, machines: Collection[Machine], end_of: EndOf) -> Iterator[PartSays]:
         """Yield news of machines that do not answer any more, once for each until it answers again."""
-        if time.monotonic() < self._look_at:
+        if time.monotonic() < self._check_at:
             return
-        self._look_at = time.monotonic() + self._silence
+        self._check_at = time.monotonic() + self._silence
         silent = [machine for machine in machines if machine.is_silent(self._silence)]
         for machine in silent:
             if machine.number not in self._silent:

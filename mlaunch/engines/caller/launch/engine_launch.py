@@ -148,12 +148,12 @@ class MachinesLaunch:
         history = History()
         tell = say if self.options.progress else lambda _text: None
         self.placed.open(self.options.join_timeout, lambda state: tell(f"{self.work.name} waits: {state}"))
-        self.placed.prepare(self._order(), self.options.join_timeout)
+        self.placed.ask_offers(self._question(), self.options.join_timeout)
         machines = self.placed.machines
-        spec = self._spec([machine.given for machine in machines])
+        spec = self._spec([machine.offer for machine in machines])
         if self.number.parts is not None:
             self.number.parts.planned(spec)
-        meet_at = self._master_ip(machines[0].given)
+        meet_at = self._master_ip(machines[0].offer)
         history.ready = time.monotonic()
         history.hosts = {rank: machine.host for machine in machines for rank in machine.ranks}
         call = self.work.call
@@ -177,7 +177,7 @@ class MachinesLaunch:
     def _patience(self, spec: LaunchSpec, deadline: float | None) -> Patience:
         return Patience(spec.grace_period + END_TIMEOUT, deadline, self.placed.heartbeat_timeout)
 
-    def _order(self) -> AskOffer:
+    def _question(self) -> AskOffer:
         given = {known.name: getattr(self.options, known.name) for known in fields(self.options)}
         theirs = {name: value for name, value in given.items() if name not in _OURS}
         theirs["env"] = dict(self.options.env) if self.options.env is not None else None
@@ -187,7 +187,7 @@ class MachinesLaunch:
 
     def _start(self, spec: LaunchSpec, machine: Machine, meet_at: str) -> Start:
         """Return a machine's order to start; the machines meet at ``meet_at``."""
-        head = self.placed.machines[0].given
+        head = self.placed.machines[0].offer
         return Start(
             world_size=spec.world_size,
             rank_start=machine.rank_start,
@@ -217,20 +217,20 @@ class MachinesLaunch:
         """Return the address where machines meet: the option's, or loopback for one machine, or the first one's."""
         if self.options.master_ip != "localhost":
             return self.options.master_ip.strip("[]")
-        networks = {machine.given.identity for machine in self.placed.machines}
+        networks = {machine.offer.identity for machine in self.placed.machines}
         return LOOPBACK if len(networks) == 1 else address_for_all(self.placed, self.options.port or head.port)
 
-    def _spec(self, prepared: Sequence[Offer]) -> LaunchSpec:
+    def _spec(self, offers: Sequence[Offer]) -> LaunchSpec:
         """Return the spec of the launch as this process sees it: one machine with all ranks."""
-        size, devices = sum(one.local_world_size for one in prepared), _devices(prepared)
+        size, devices = sum(one.local_world_size for one in offers), _devices(offers)
         spec = spec_of(
             self.options,
             self.work.name,
             self.number,
             size,
-            RankDevices(prepared[0].device_type, devices),
+            RankDevices(offers[0].device_type, devices),
             self._context(),
-            prepared[0].torch_version,
+            offers[0].torch_version,
         )
         # A random token is long enough to be used without scrypt.
         sections = load.sections_of(self.options, self.number.parts)
@@ -257,9 +257,9 @@ class HostPrefix:
         return f"[{self.trial}{' ' * bool(self.trial)}{','.join(named)}] "
 
 
-def _devices(prepared: Sequence[Offer]) -> str:
+def _devices(offers: Sequence[Offer]) -> str:
     """Return the names of all ranks' devices on their machines, separated by commas."""
-    return ",".join(one.visible_devices or ",".join(map(str, range(one.local_world_size))) for one in prepared)
+    return ",".join(one.visible_devices or ",".join(map(str, range(one.local_world_size))) for one in offers)
 
 
 def address_for_all(placed: PlacedMachines, port: int) -> str:
@@ -278,7 +278,7 @@ def address_for_all(placed: PlacedMachines, port: int) -> str:
 
 def _tried(placed: PlacedMachines, port: int) -> str:
     first, *others = placed.machines
-    offered = first.given.addresses
+    offered = first.offer.addresses
     if not placed.ask([first], Listen(port), _ANSWER_TIMEOUT)[0].listens:  # taken, as its agent will report
         return offered[0]
     told = [one.failures for one in placed.ask(others, Reach(offered, port), _ANSWER_TIMEOUT)]

@@ -213,8 +213,8 @@ class _RanksLaunch(MachinesLaunch):
         merged.start()
         return handle
 
-    def _spec(self, prepared: Sequence[Offer]) -> LaunchSpec:
-        spec = super()._spec(prepared)
+    def _spec(self, offers: Sequence[Offer]) -> LaunchSpec:
+        spec = super()._spec(offers)
         return replace(spec.called(name=f"Ranks ({spec.world_size})", deadline=None), stays=True)
 
 

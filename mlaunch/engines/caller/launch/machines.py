@@ -31,7 +31,7 @@ from mlaunch.engines.wire.member_messages import (
     Heartbeat,
     Listen,
     MemberAnswer,
-    NotPrepared,
+    NoOffer,
     Offer,
     Reach,
     Reports,
@@ -56,7 +56,7 @@ _NAME, _LINE = 255, 1000  # bytes of a name, and of a line, that are shown
 class Machine:
     """A machine of a launch: the stream to its member, and what the member has said about itself.
 
-    It owns its descriptors. ``number``: among the machines of the engine. ``place``, ``rank_start`` and ``prepared``
+    It owns its descriptors. ``number``: among the machines of the engine. ``place``, ``rank_start`` and ``offered``
     are set for each launch.
     """
 
@@ -66,7 +66,7 @@ class Machine:
         self.stderr = ends.stderr
         self.writes_here = ends.stderr >= 0  # otherwise one program writes for all, to that of the first machine
         self.host, self.pid = "", 0  # its member's
-        self.prepared: Offer | None = None
+        self.offered: Offer | None = None
         self.asked = 0  # how many questions
         self.answer: MemberAnswer | None = None  # to the last question
         self.place = 0  # among the machines of the launch
@@ -79,16 +79,16 @@ class Machine:
             os.set_blocking(self.stderr, False)
 
     @property
-    def given(self) -> Offer:
+    def offer(self) -> Offer:
         """The machine's offer to the launch, once it has come."""
-        if self.prepared is None:
+        if self.offered is None:
             raise RuntimeError(f"host {self.host} was not asked what it can give")
-        return self.prepared
+        return self.offered
 
     @property
     def ranks(self) -> range:
         """Its global ranks."""
-        return range(self.rank_start, self.rank_start + self.given.local_world_size)
+        return range(self.rank_start, self.rank_start + self.offer.local_world_size)
 
     def ask(self, question: MemberQuestion) -> None:
         """Send a question. Its answer has the same number."""
@@ -143,10 +143,10 @@ class Machine:
             return True
         *lines, line = (self._line + data).split(b"\n")
         self._line = line[-_KEPT:]
-        self._tail += [shown(line[-_KEPT:]).rstrip() for line in lines]
+        self._tail += [printable_line(line[-_KEPT:]).rstrip() for line in lines]
         if data:
             return True
-        self._tail += [shown(self._line)] if self._line else []
+        self._tail += [printable_line(self._line)] if self._line else []
         os.close(self.stderr)
         self.stderr = -1
         return False
@@ -173,7 +173,7 @@ class Machine:
         """Return the last lines of its standard error."""
         while self.stderr >= 0 and self._more():
             pass
-        return "\n".join(line for line in [*self._tail, shown(self._line)] if line.strip())
+        return "\n".join(line for line in [*self._tail, printable_line(self._line)] if line.strip())
 
     def _more(self) -> bool:
         before = len(self._tail), self._line
@@ -208,7 +208,7 @@ def last_lines(words: str) -> list[str]:
     return [*before, *lines[len(before) - _WORDS :]]
 
 
-def shown(line: bytes) -> str:
+def printable_line(line: bytes) -> str:
     """Return a line of another program's output, made safe for a terminal."""
     return printable(line.decode(errors="replace").rstrip(), _LINE)
 
@@ -249,14 +249,14 @@ class PlacedMachines:
     def close(self) -> None:
         """Give the machines back, if they are this launch's own."""
 
-    def prepare(self, order: AskOffer, timeout: float) -> None:
+    def ask_offers(self, order: AskOffer, timeout: float) -> None:
         """Ask all machines what they can give to a launch. They must answer within ``timeout`` seconds.
 
         Raises:
             LaunchError: A machine cannot give what is asked for, or has ended.
         """
         for machine in self.machines:
-            machine.prepared = None
+            machine.offered = None
         self.ask(self.machines, order, timeout)
         start = 0
         for place, machine in enumerate(self.machines):
@@ -264,7 +264,7 @@ class PlacedMachines:
             start += len(machine.ranks)
 
     def ask(self, machines: Sequence[Machine], question: MemberQuestion, timeout: float) -> list[Any]:
-        """Return the machines' answers. They must come within ``timeout`` seconds; LaunchError as for ``prepare``."""
+        """Return the machines' answers, due within ``timeout`` seconds. LaunchError as for ``ask_offers``."""
         for machine in machines:
             asked = self._for(machine, question) if isinstance(question, AskOffer) else question
             machine.ask(asked)
@@ -287,7 +287,7 @@ class PlacedMachines:
             found = machine.stream.receive()
         except NoiseError as error:
             machine.lost = True
-            raise strange(machine, error) from None
+            raise noise_error(machine, error) from None
         except EOFError:
             machine.lost = True
             fate, words = self.end_of(machine)
@@ -296,10 +296,10 @@ class PlacedMachines:
         for record, _ in found:
             if not isinstance(record, MemberAnswer) or record.number != machine.asked:
                 continue  # a late answer, for a call that was given up
-            if isinstance(record, NotPrepared):
+            if isinstance(record, NoOffer):
                 raise LaunchError(f"host {machine.host} cannot take part: {record.text}")
             if isinstance(record, Offer):
-                machine.prepared = record
+                machine.offered = record
                 machine.shift = time.monotonic() - record.clock
             machine.answer = record
 
@@ -337,7 +337,7 @@ class PlacedMachines:
                 errors[fd].hear_stderr()
 
 
-def strange(machine: Machine, error: NoiseError) -> LaunchError:
+def noise_error(machine: Machine, error: NoiseError) -> LaunchError:
     """Return the error for a machine that has sent something that is not from mlaunch."""
     who = f"host {machine.host}" if machine.host else f"machine {machine.number}"
     return LaunchError(f"{who} {error}{error.hint}")
@@ -410,7 +410,7 @@ class Machines(PlacedMachines):
         except EOFError:
             raise LaunchError(self._why_not(machine)) from None
         except NoiseError as error:
-            raise strange(machine, error) from None
+            raise noise_error(machine, error) from None
 
     def _why_not(self, machine: Machine) -> str:
         """Return in words why a member did not start."""
