@@ -290,8 +290,8 @@ def _tried(placed: PlacedMachines, port: int) -> str:
     cut = max(range(len(others)), key=lambda number: sum(map(bool, told[number])))
     tried = ", ".join(f"{address} ({words})" for address, words in zip(offered, told[cut], strict=True) if words)
     raise LaunchError(
-        f"host {others[cut].host} does not reach host {first.host} at port {port}: tried {tried}; does a firewall "
-        f"stand between them? Open the port, choose one that is open (port=), or say where others find the first "
+        f"host {others[cut].host} does not reach host {first.host} at port {port}: tried {tried}; is there a "
+        f"firewall between them? Open the port, choose one that is open (port=), or say where others find the first "
         f"machine (master_ip=)"
     )
 
