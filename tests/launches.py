@@ -241,7 +241,7 @@ def be_no_rank() -> None:
 
 def recognised() -> Any:
     """In a process that some launcher has started: what its environment says of it."""
-    return import_module("mlaunch.rank.other_launchers").recognise(os.environ)
+    return import_module("mlaunch.rank.launcher_variables").recognise(os.environ)
 
 
 def once_it_joins(patch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from mlaunch.base import seeding
 from mlaunch.base.exceptions import misuse
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.rank import for_users
-from mlaunch.rank.setup import device, environment, group
+from mlaunch.rank import for_users, launcher_variables
+from mlaunch.rank.setup import device, group
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,7 @@ def run_inline(
             )
         )
     bound = _device(options)
-    variables = {**(options.env or {}), **environment.identity(0, 1, 0, 1, "127.0.0.1", options.port)}
+    variables = {**(options.env or {}), **launcher_variables.identity(0, 1, 0, 1, "127.0.0.1", options.port)}
     seeded = contextlib.nullcontext() if options.seed is None else seeding.seeded(seeding.of_rank(options.seed, 0))
     with _environment(variables), _world_of_one(options, bound), seeded:
         return [function(*args, **kwargs)]

@@ -15,7 +15,7 @@ from mlaunch.base import seeding
 from mlaunch.base.exceptions import misuse
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.protocol import this_rank
-from mlaunch.rank.other_launchers import RankInfo, recognise
+from mlaunch.rank.launcher_variables import RankInfo, recognise
 
 
 def place_to_join(options: Options, name: str) -> RankInfo | None:

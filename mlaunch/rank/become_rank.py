@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from mlaunch.base import seeding
 from mlaunch.base.log import is_heard, log
-from mlaunch.rank import for_users, other_launchers
-from mlaunch.rank.other_launchers import RankInfo
-from mlaunch.rank.setup import device, environment, group
+from mlaunch.rank import for_users, launcher_variables
+from mlaunch.rank.launcher_variables import RankInfo
+from mlaunch.rank.setup import device, group
 from mlaunch.rendezvous import tcp_store
 from mlaunch.rendezvous.address import is_taken
 from mlaunch.torch_parts import process_groups
@@ -107,10 +107,10 @@ def _store_that_is_there(info: RankInfo, limit: timedelta) -> dist.Store:
 
 def _complete_environment(info: RankInfo) -> None:
     """Set the variables that libraries read and the launcher has not set."""
-    known = environment.identity(
+    known = launcher_variables.identity(
         info.rank, info.world_size, info.local_rank, info.local_world_size, info.host, info.port
     )
-    for name, value in {**known, other_launchers.OWNER: str(os.getpid())}.items():
+    for name, value in {**known, launcher_variables.OWNER: str(os.getpid())}.items():
         os.environ.setdefault(name, value)  # the launcher's own stay: libraries may have read them
 
 

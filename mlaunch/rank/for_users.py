@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from mlaunch.base.fds import renewed
 from mlaunch.protocol.board import REPORT_LIMIT, Board
-from mlaunch.rank import other_launchers
-from mlaunch.rank.other_launchers import RankInfo
+from mlaunch.rank import launcher_variables
+from mlaunch.rank.launcher_variables import RankInfo
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,7 @@ def device() -> torch.device:
 
     if bound is not None:
         return bound
-    place = other_launchers.recognise(os.environ)
+    place = launcher_variables.recognise(os.environ)
     if place is None or not torch.accelerator.is_available():
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()

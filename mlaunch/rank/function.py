@@ -25,9 +25,9 @@ from mlaunch.protocol.calls import Call
 from mlaunch.protocol.messages import AnswerKind, Phase
 from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.spec import Details
-from mlaunch.rank import for_users, rank_imports, unreadable_call
+from mlaunch.rank import for_users, launcher_variables, rank_imports, unreadable_call
 from mlaunch.rank.base import Rank, RankArgs, Task
-from mlaunch.rank.setup import device, environment, group, process
+from mlaunch.rank.setup import device, group, process
 from mlaunch.rank.setup.process import StampedFile
 from mlaunch.rendezvous import tcp_store
 from mlaunch.torch_parts import process_groups
@@ -100,7 +100,7 @@ class FunctionRank(Rank):
         args, spec = self._args, self._spec
         process.reset_process(open_stream=self._open_stream, own_handlers_only=args.inherited is None)
         process.let_features_stand_in()
-        self._take_surroundings(environment.of_rank(spec, args.local_rank, *args.rendezvous))
+        self._take_surroundings(launcher_variables.of_rank(spec, args.local_rank, *args.rendezvous))
         tcp_store.host_all_but(*args.rendezvous)
         self._say_who()
         sys.breakpointhook = process.LateHook(lambda: self._who)

@@ -28,9 +28,10 @@ from mlaunch.base.exceptions import misuse
 from mlaunch.protocol import by_value, launch_files
 from mlaunch.protocol.messages import Phase
 from mlaunch.protocol.spec import LaunchSpec, Target
+from mlaunch.rank import launcher_variables
 from mlaunch.rank.base import Rank, RankArgs
 from mlaunch.rank.remote_error import below_ours
-from mlaunch.rank.setup import device, environment, process
+from mlaunch.rank.setup import device, process
 from mlaunch.rank.setup.process import Text, WholeLines
 from mlaunch.rendezvous import tcp_store
 from mlaunch.run.wire import Script
@@ -111,7 +112,7 @@ def environ_of(
 ) -> dict[str, str]:
     """Return the whole environment of a rank that runs a target. ValueError as ``device.only``."""
     script: Script = target.work
-    environ = environment.of_rank(spec, local_rank, *rendezvous)
+    environ = launcher_variables.of_rank(spec, local_rank, *rendezvous)
     environ |= {"ROLE_NAME": target.role, "TORCHELASTIC_RUN_ID": target.run_id, tcp_store.HOSTED_BY_AGENT: "True"}
     # Several agents may have one role and different numbers of ranks, so a rank's place in the role is not its rank.
     if target.role_start is not None:

@@ -23,7 +23,8 @@ from mlaunch.caller.options import option_text, option_types
 from mlaunch.caller.options.launch_options import Options, about
 from mlaunch.forkserver import children
 from mlaunch.protocol.server_messages import Ready
-from mlaunch.rank.setup import device, environment
+from mlaunch.rank import launcher_variables
+from mlaunch.rank.setup import device
 from tests.conftest import ROOT
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -397,8 +398,8 @@ def test_ranks_on_rocm_see_their_devices_alone(monkeypatch: pytest.MonkeyPatch) 
     ready = Ready("2.13", "cuda", ("gloo", "nccl"), "nccl", "rocm")
     spec = plan(Options(devices=[1]), ThisMachine(ready, lambda _environ: 2), "train()", environ, Attempt(0, None))
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert environment.of_rank(spec, 0, "127.0.0.1", 1)["HIP_VISIBLE_DEVICES"] == "5"
-    assert "CUDA_VISIBLE_DEVICES" not in environment.of_rank(spec, 0, "127.0.0.1", 1)
+    assert launcher_variables.of_rank(spec, 0, "127.0.0.1", 1)["HIP_VISIBLE_DEVICES"] == "5"
+    assert "CUDA_VISIBLE_DEVICES" not in launcher_variables.of_rank(spec, 0, "127.0.0.1", 1)
     assert spec.device(0) == "cuda:5"
     assert device.runtime_of("cuda") == "rocm"
 
@@ -421,7 +422,7 @@ def test_each_rank_sees_its_own_mig_instance(monkeypatch: pytest.MonkeyPatch) ->
     assert children._names(3) == ("MIG-aa", "MIG-bb", "MIG-cc/1/0")
     ready = Ready("2.13", "cuda", ("gloo", "nccl"), "nccl", "cuda")
     spec = plan(Options(devices=[2, 0]), ThisMachine(ready, lambda _environ: 3), "train()", instances, Attempt(0, None))
-    seen = [environment.of_rank(spec, rank, "127.0.0.1", 1)["CUDA_VISIBLE_DEVICES"] for rank in (0, 1)]
+    seen = [launcher_variables.of_rank(spec, rank, "127.0.0.1", 1)["CUDA_VISIBLE_DEVICES"] for rank in (0, 1)]
     assert seen == ["MIG-cc/1/0", "MIG-aa"]
     taken: list[int] = []
     monkeypatch.setattr(torch.accelerator, "set_device_index", taken.append)

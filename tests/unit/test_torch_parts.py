@@ -20,7 +20,8 @@ from mlaunch.base import linux
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.protocol.server_messages import Ready
-from mlaunch.rank.setup import device, environment
+from mlaunch.rank import launcher_variables
+from mlaunch.rank.setup import device
 from mlaunch.rendezvous import store_client, tcp_store
 from mlaunch.rendezvous.address import LOOPBACK, listen
 from mlaunch.rendezvous.store_client import StoreClient
@@ -117,9 +118,9 @@ def test_ranks_of_a_torch_without_libuv_are_told(monkeypatch: pytest.MonkeyPatch
     environ = {"USE_LIBUV": "1"}
     machine = ThisMachine(Ready("2.6", None, ("gloo",)), lambda _environ: 0)
     spec = plan(Options(n_gpus=1), machine, "train()", environ, Attempt(0, None))
-    assert environment.of_rank(spec, 0, LOOPBACK, 1)["USE_LIBUV"] == "1"
+    assert launcher_variables.of_rank(spec, 0, LOOPBACK, 1)["USE_LIBUV"] == "1"
     monkeypatch.setattr(tcp_store, "lacks_libuv", True)
-    assert environment.of_rank(spec, 0, LOOPBACK, 1)["USE_LIBUV"] == "0"
+    assert launcher_variables.of_rank(spec, 0, LOOPBACK, 1)["USE_LIBUV"] == "0"
 
 
 def test_whether_this_torch_has_libuv_is_found_without_leaving_anything() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlaunch.rank.setup import environment
+from mlaunch.rank import launcher_variables
 from tests.conftest import ROOT
 
 BLANK = "…"
@@ -104,7 +104,7 @@ def test_variables_are_in_the_reference() -> None:
     """Those of our own, and those that a rank gets."""
     page = (ROOT / "docs" / "reference.rst").read_text()
     ours = {name for text in texts() for name in re.findall(r"MLAUNCH_[A-Z]+(?:_[A-Z]+)*", text)}
-    ranks = {text for node in ast.walk(ast.parse(Path(environment.__file__).read_text()))
+    ranks = {text for node in ast.walk(ast.parse(Path(launcher_variables.__file__).read_text()))
              if re.fullmatch(r"[A-Z]+(_[A-Z]+)+", text := text_of(node))}  # type: ignore[arg-type]  # fmt: skip
     assert {name for name in ours | ranks if name not in page} == set()
     assert len(ours) >= 5

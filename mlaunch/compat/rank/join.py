@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 
-from mlaunch.rank import other_launchers
+from mlaunch.rank import launcher_variables
 from mlaunch.rank.become_rank import become_rank
-from mlaunch.rank.other_launchers import SWITCH, RankInfo
+from mlaunch.rank.launcher_variables import SWITCH, RankInfo
 
 
 def join(
@@ -54,7 +54,7 @@ def join_from_torch(backend: str | None = None, seed: int | str | None = 1024, v
     Raises:
         RuntimeError: A variable is missing or not a number (the error names it); or as ``join``.
     """
-    become_rank(other_launchers.from_torch(os.environ), backend=backend, seed=seed, verbose=verbose)
+    become_rank(launcher_variables.from_torch(os.environ), backend=backend, seed=seed, verbose=verbose)
 
 
 def join_from_slurm(
@@ -66,7 +66,7 @@ def join_from_slurm(
         RuntimeError: A variable is missing or not a number (the error names it); or as ``join``.
     """
     become_rank(
-        other_launchers.from_slurm(os.environ, host.strip("[]"), port), backend=backend, seed=seed, verbose=verbose
+        launcher_variables.from_slurm(os.environ, host.strip("[]"), port), backend=backend, seed=seed, verbose=verbose
     )
 
 
@@ -78,7 +78,7 @@ def join_from_openmpi(
     Raises as ``join_from_slurm`` does.
     """
     become_rank(
-        other_launchers.from_openmpi(os.environ, host.strip("[]"), port), backend=backend, seed=seed, verbose=verbose
+        launcher_variables.from_openmpi(os.environ, host.strip("[]"), port), backend=backend, seed=seed, verbose=verbose
     )
 
 
@@ -92,7 +92,7 @@ def join_from_env(backend: str | None = None, seed: int | str | None = 1024, ver
     Raises:
         RuntimeError: No launcher is recognised, or recognition is off; and as ``join``.
     """
-    info = other_launchers.recognise(os.environ)
+    info = launcher_variables.recognise(os.environ)
     if info is None:
         raise RuntimeError(
             f"this process was not started by torchrun, submitit, srun or mpirun, as far as its environment tells "

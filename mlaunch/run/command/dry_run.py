@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from mlaunch.base.text import ranges
 from mlaunch.protocol.spec import LaunchSpec, Nodes
-from mlaunch.rank.other_launchers import OWNER
+from mlaunch.rank.launcher_variables import OWNER
 from mlaunch.rank.setup import device
 from mlaunch.run.command.job import AT_THE_START, Job
 from mlaunch.run.rank import environ_of

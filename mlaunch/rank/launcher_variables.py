@@ -1,6 +1,7 @@
-"""Ranks that other launchers (torchrun, srun, mpirun) started, recognised by their environment.
+"""The environment variables by which launchers name their ranks: ours, which are torchrun's, and those of others.
 
-In this order, each by variables that nothing else sets:
+Torch and the libraries on it know a rank by them. Ranks that another launcher has started are recognised in this order,
+each by variables that nothing else sets:
 
 1. ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``: torchrun, and all that follow torch's convention;
 2. ``SUBMITIT_EXECUTOR=local`` with ``SUBMITIT_LOCAL_GLOBALID`` and ``SUBMITIT_LOCAL_NTASKS``: a task of submitit's
@@ -23,6 +24,10 @@ import zlib
 from collections.abc import Mapping
 
 from mlaunch.base.frozen_record import frozen_record
+from mlaunch.protocol import token
+from mlaunch.protocol.spec import LaunchSpec
+from mlaunch.rank.setup import device
+from mlaunch.rendezvous import tcp_store
 
 SWITCH = "MLAUNCH_JOIN"
 OWNER = "MLAUNCH_RANK_PID"  # the process to which RANK and its like belong
@@ -33,6 +38,69 @@ _OPENMPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
 _LOOPBACK = "127.0.0.1"
 _SCONTROL_TIMEOUT = 60.0  # seconds
 _PORTS = (15000, 10000)  # the first, and how many: below those that the system gives to clients
+# A rank needs no token, and all that it starts would have it. The caller's variable about torchrun's store is about the
+# launch that the caller is part of.
+_NOT_PASSED_ON = {token.VARIABLE, tcp_store.HOSTED_BY_AGENT}
+
+
+# Ranks of mlaunch
+
+
+def identity(
+    rank: int, world_size: int, local_rank: int | None, local_world_size: int | None, address: str, port: object
+) -> dict[str, str]:
+    """Return the variables that every launcher sets, without those that are None."""
+    known = {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": local_world_size,
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+    }
+    return _strings({name: value for name, value in known.items() if value is not None})
+
+
+def of_rank(spec: LaunchSpec, local_rank: int, address: str, port: object) -> dict[str, str]:
+    """Return the whole environment of a rank that runs a function."""
+    rank = spec.rank(local_rank)
+    launch = {
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": spec.world_size,
+        "GROUP_RANK": spec.nodes.rank,
+        "GROUP_WORLD_SIZE": spec.nodes.count,
+        "NODE_RANK": spec.nodes.rank,
+        "ROLE_NAME": "default",
+        "TORCHELASTIC_RESTART_COUNT": spec.restarts.count,
+        "TORCHELASTIC_MAX_RESTARTS": spec.restarts.most,
+        "TORCHELASTIC_RUN_ID": spec.launch_id,
+        OWNER: os.getpid(),  # of RANK: a process that a rank starts inherits these, but is no rank
+    }
+    own = identity(rank, spec.world_size, local_rank, spec.local_world_size, address, port)
+    theirs = {name: value for name, value in spec.context.environ.items() if name not in _NOT_PASSED_ON}
+    return {**theirs, **_defaults(spec, local_rank), **own, **_strings(launch)}
+
+
+def _strings(values: Mapping[str, object]) -> dict[str, str]:
+    return {name: str(value) for name, value in values.items()}
+
+
+def _defaults(spec: LaunchSpec, local_rank: int) -> dict[str, str]:
+    environ = spec.context.environ
+    chosen = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    interface = spec.nodes.interface
+    if interface:  # "lo" on one machine: NCCL takes the first interface by itself, where others reach its ranks
+        chosen |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    found = {name: value for name, value in chosen.items() if name not in environ}
+    if tcp_store.lacks_libuv:  # without this, torch's own store raises in all ranks then
+        found[tcp_store.VARIABLE] = "0"
+    if spec.devices.visible is not None and device.hides(spec.devices.type):
+        runtime = device.runtime_of(spec.devices.type) or spec.devices.type
+        found |= device.hiding(runtime, device.seen_by(local_rank, spec.devices.visible), environ)
+    return found
+
+
+# Ranks of other launchers
 
 
 @frozen_record

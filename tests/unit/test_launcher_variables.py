@@ -10,7 +10,7 @@ import pytest
 
 import mlaunch
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.rank import other_launchers
+from mlaunch.rank import launcher_variables
 from mlaunch.rendezvous.address import listen
 from tests.conftest import ROOT
 from tests.imported import IMPORTED
@@ -47,43 +47,45 @@ SUBMITIT = {"SUBMITIT_EXECUTOR": "local", "SUBMITIT_LOCAL_GLOBALID": "1", "SUBMI
 
 
 def test_recognition_of_submitit() -> None:
-    place = other_launchers.recognise(SUBMITIT)
+    place = launcher_variables.recognise(SUBMITIT)
     assert place is not None
-    assert place == other_launchers.RankInfo("submitit", 1, 2, "127.0.0.1", place.port, 1, 2)
-    assert place.port != getattr(other_launchers.recognise({**SUBMITIT, "SUBMITIT_LOCAL_JOB_ID": "4712"}), "port", None)
-    in_slurm = other_launchers.recognise({**SUBMITIT, "SUBMITIT_EXECUTOR": "slurm", **SLURM})
+    assert place == launcher_variables.RankInfo("submitit", 1, 2, "127.0.0.1", place.port, 1, 2)
+    assert place.port != getattr(
+        launcher_variables.recognise({**SUBMITIT, "SUBMITIT_LOCAL_JOB_ID": "4712"}), "port", None
+    )
+    in_slurm = launcher_variables.recognise({**SUBMITIT, "SUBMITIT_EXECUTOR": "slurm", **SLURM})
     assert in_slurm is not None
     assert in_slurm.launcher == "srun"
-    assert other_launchers.recognise({**SUBMITIT, "SUBMITIT_EXECUTOR": "slurm"}) is None
+    assert launcher_variables.recognise({**SUBMITIT, "SUBMITIT_EXECUTOR": "slurm"}) is None
 
 
 def test_recognition() -> None:
-    place = other_launchers.recognise(TORCH)
-    assert place == other_launchers.RankInfo("torchrun", 1, 4, "h", 9, 1, None)
-    place = other_launchers.recognise({**SLURM, "MASTER_PORT": "9"})
-    assert place == other_launchers.RankInfo("srun", 3, 4, "h", 9, 1, 2)
-    place = other_launchers.recognise(OPENMPI)
+    place = launcher_variables.recognise(TORCH)
+    assert place == launcher_variables.RankInfo("torchrun", 1, 4, "h", 9, 1, None)
+    place = launcher_variables.recognise({**SLURM, "MASTER_PORT": "9"})
+    assert place == launcher_variables.RankInfo("srun", 3, 4, "h", 9, 1, 2)
+    place = launcher_variables.recognise(OPENMPI)
     assert place is not None
     assert (place.launcher, place.host, place.rank, place.local_world_size) == ("mpirun", "127.0.0.1", 1, 2)
     assert 15000 <= place.port < 25000
-    place = other_launchers.recognise(
+    place = launcher_variables.recognise(
         {**OPENMPI, "MASTER_ADDR": "h7"}
     )  # which counts for more than where mpirun has put us
     assert place is not None
     assert place.host == "h7"
-    assert other_launchers.recognise({**SLURM, **OPENMPI, **TORCH}).launcher == "torchrun"  # type: ignore[union-attr]
+    assert launcher_variables.recognise({**SLURM, **OPENMPI, **TORCH}).launcher == "torchrun"  # type: ignore[union-attr]
     of_run = {**TORCH, "MLAUNCH_RANK_PID": str(os.getpid())}
-    assert other_launchers.recognise(of_run).launcher == "mlaunch run"  # type: ignore[union-attr]
+    assert launcher_variables.recognise(of_run).launcher == "mlaunch run"  # type: ignore[union-attr]
     inside_mpi_init = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}  # of a task of srun's
-    assert other_launchers.recognise({**SLURM, **OPENMPI, **inside_mpi_init}).launcher == "srun"  # type: ignore[union-attr]
+    assert launcher_variables.recognise({**SLURM, **OPENMPI, **inside_mpi_init}).launcher == "srun"  # type: ignore[union-attr]
 
 
 def test_environments_that_are_not_recognised() -> None:
     batch_script = {name: SLURM[name] for name in ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID")}
-    assert other_launchers.recognise({}) is None
-    assert other_launchers.recognise(batch_script) is None
-    assert other_launchers.recognise({**TORCH, "MLAUNCH_JOIN": "0"}) is None
-    assert other_launchers.recognise({**TORCH, "MLAUNCH_RANK_PID": "1"}) is None
+    assert launcher_variables.recognise({}) is None
+    assert launcher_variables.recognise(batch_script) is None
+    assert launcher_variables.recognise({**TORCH, "MLAUNCH_JOIN": "0"}) is None
+    assert launcher_variables.recognise({**TORCH, "MLAUNCH_RANK_PID": "1"}) is None
 
 
 @pytest.mark.parametrize(
@@ -96,8 +98,9 @@ def test_environments_that_are_not_recognised() -> None:
         (mlaunch.join_from_env, "this process was not started by torchrun, submitit, srun or mpirun, as far as its "
                                 "environment tells (MLAUNCH_JOIN=unset); start it with one of these, or call "
                                 "mlaunch.join()"),
-        (lambda: other_launchers.from_torch({**TORCH, "RANK": "one"}), "RANK='one' in the environment is not a whole"),
-        (lambda: other_launchers.from_openmpi({**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}),
+        (lambda: launcher_variables.from_torch({**TORCH, "RANK": "one"}),
+         "RANK='one' in the environment is not a whole"),
+        (lambda: launcher_variables.from_openmpi({**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}),
          "mpirun started this process on one of several machines, and does not say where rank 0 is: set MASTER_ADDR"),
     ],
 )  # fmt: skip
