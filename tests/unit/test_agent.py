@@ -160,7 +160,7 @@ class World:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(reader)
         self._writers[index] = writer
-        self.results.board[index] = messages.Phase.RUNNING
+        self.results.board.phase_writer(index)(messages.Phase.RUNNING)
         stacks_in, self._stacks[index] = os.pipe2(os.O_NONBLOCK)
         channel, self.channels[index] = Channel.pair()
         return RankProcess(index, index, pid, os.pidfd_open(pid), channel, os.memfd_create("crash"), stacks_in)
