@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlaunch.cli import bug_report, doctor, main
+from mlaunch.cli import doctor, main
 
 ENVIRON = {
     "HOME": "/home/ada",
@@ -21,7 +21,7 @@ ENVIRON = {
 
 
 def report(environ: dict[str, str], failure: str | None = None) -> str:
-    return "\n".join(bug_report.write(iter(["ok cpus"]), environ, failure))
+    return "\n".join(doctor.report_lines(iter(["ok cpus"]), environ, failure))
 
 
 def test_a_report_holds_what_helps_and_no_secret() -> None:
