@@ -1,4 +1,4 @@
-"""A time until which something may take, and which can be held: it comes no nearer while somebody debugs."""
+"""A deadline that can be held, so that it does not come closer while somebody debugs."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ NEVER = float("inf")
 
 @dataclass
 class Deadline:
-    """Times are seconds of whichever monotonic clock its owner reads. One that was not started never passes."""
+    """Times are in seconds, of its owner's monotonic clock. A deadline that was not started never passes."""
 
     due: float = NEVER  # when it passes; ``NEVER`` also while it is held
     _held: float | None = None  # seconds that are left, while it is held
 
     def start(self, seconds: float | None, now: float) -> Deadline:
-        """Begin to count; return itself. ``seconds`` None: it never passes."""
+        """Start counting, and return the deadline itself. ``seconds`` None: it never passes."""
         self.due, self._held = NEVER if seconds is None else now + seconds, None
         return self
 
     def bring_forward(self, due: float) -> None:
-        """Have it pass at ``due``, unless it does so earlier. Counts also while it is held."""
+        """Make it pass at ``due`` at the latest, even while it is held."""
         self.due = min(self.due, due)
 
     def hold(self, now: float, *, held: bool) -> None:
-        """Have it come no nearer, or count on."""
+        """Stop counting, or resume."""
         if held and self.due < NEVER:
             self._held, self.due = self.due - now, NEVER
         elif not held and self._held is not None:
@@ -32,5 +32,5 @@ class Deadline:
             self._held = None
 
     def cancel(self) -> None:
-        """Have it never pass."""
+        """Make it never pass."""
         self.due, self._held = NEVER, None

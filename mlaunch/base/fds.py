@@ -136,7 +136,7 @@ def close_all(fds: Iterable[int]) -> None:
 
 
 def ready(readers: Iterable[int], writers: Iterable[int], milliseconds: float | None) -> set[int]:
-    """Wait until some can be read or written to, and return these. Those in both are waited for to be written to."""
+    """Wait until some descriptors are readable or writable, and return these. In both lists, one counts as a writer."""
     # Not select(), which takes no descriptor from 1024 on.
     poll = select.poll()
     for fds, event in ((readers, select.POLLIN), (writers, select.POLLOUT)):

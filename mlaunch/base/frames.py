@@ -34,7 +34,7 @@ def is_ranks_own(file: str) -> bool:
 
 
 def is_prompt(file: str) -> bool:
-    """True if the file is of what runs a debugger's prompt in a rank."""
+    """True if the file belongs to the code that runs a debugger's prompt in a rank."""
     return file.startswith(_PROMPTS)
 
 
@@ -59,9 +59,9 @@ def is_library(file: str) -> bool:
 
 
 def innermost_users(files: Sequence[str]) -> int | None:
-    """Return which frame of a stack, innermost first, is the first of the user's; None if none is.
+    """Return the index of the user's innermost frame in a stack, innermost first; None if there is none.
 
-    One without a file is taken for generated, and passed over, where a frame with a file has called it.
+    A frame without a file counts as generated code, and is skipped, if a frame with a file has called it.
     """
     without = [file.startswith(_WITHOUT_FILE) for file in files]
     for i, file in enumerate(files):
@@ -78,15 +78,15 @@ def is_import(file: str) -> bool:
 
 
 def without_machinery(frames: Sequence[tuple[str, str, str]]) -> Sequence[tuple[str, str, str]]:
-    """Return the (file, line, name) of frames that somebody has written, less what is between: imports have many.
+    """Return (file, line, name) of frames without those of Python's import system and of the rank around the function.
 
-    That is Python's import system, and what a rank does around the user's function. Alone it is all there is to tell.
+    If there are no others, return all.
     """
     return [frame for frame in frames if not (is_import(frame[0]) or is_ranks_own(frame[0]))] or frames
 
 
 def module_of(file: str) -> str:
-    """Return the module that a file holds, by the path below where libraries are; elsewhere by its own name."""
+    """Return the name of a file's module: from its path below the directory of libraries, or else its own name."""
     path = next((file.partition(part)[2] for part in (*_LIBRARIES[1:], _LIBRARIES[0]) if part in file), "")
     stem = (path or os.path.basename(file)).removesuffix(".py").removesuffix(f"{os.sep}__init__")
     return stem.replace(os.sep, ".")

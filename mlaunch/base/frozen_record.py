@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from inspect import Signature
 
     from typing_extensions import dataclass_transform
-else:  # which Python 3.10 has not
+else:  # which Python 3.10 lacks
 
     def dataclass_transform(**_: object) -> Callable[[_Function], _Function]:
         return lambda function: function

@@ -312,7 +312,7 @@ def _reap(pid: int, timeout: float) -> bool:
 def status_within(pid: int, timeout: float) -> int:
     """Reap a child and return its status, as os.waitpid does; kill it if it has not ended within ``timeout`` seconds.
 
-    Seconds later it returns SIGKILL's status for one that cannot be killed yet (it sits in the kernel), and leaves it.
+    If it sits in the kernel and cannot be killed yet, return SIGKILL's status seconds later, and leave it unreaped.
     """
     pidfd = os.pidfd_open(pid)
     try:

@@ -1,4 +1,4 @@
-"""The ends of children, and of what they leave behind; programs that clean up after others get the time to do so."""
+"""The end of children, and of what they leave behind; programs that clean up after others get the time for it."""
 
 from __future__ import annotations
 

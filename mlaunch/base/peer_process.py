@@ -102,20 +102,20 @@ def peer_process(connection: socket.socket) -> tuple[int, int]:
 
 
 def is_this_user(connection: socket.socket) -> bool:
-    """True if that process belongs to the user of this one."""
+    """True if the peer runs as the user of this process."""
     if peer_process(connection)[1] != os.geteuid():
         return False
     return not stands_for_strangers(os.geteuid()) or _is_shown(connection)
 
 
 def peer_confinement(connection: socket.socket) -> Confinement:
-    """Return that process's confinement. OSError: it has ended, or the kernel does not show it to this one."""
+    """Return the peer's confinement. OSError: it has ended, or the kernel does not show it to this one."""
     pidfd = pidfd_of_peer(connection)
     try:
-        number = _number(pidfd)
+        number = _pid_in_proc(pidfd)
         found = confinement(number)
-        # The number was this process's all the time.
-        if _number(pidfd) != number:
+        # The number was the peer's all the time.
+        if _pid_in_proc(pidfd) != number:
             raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
         return found
     finally:
@@ -123,7 +123,7 @@ def peer_confinement(connection: socket.socket) -> Confinement:
 
 
 def differences_to_peer(connection: socket.socket, ours: Mapping[str, str]) -> str:
-    """Return in words how that process's confinement differs from this one's; "": it does not.
+    """Return in words how the peer's confinement differs from this process's; "": it does not.
 
     ``ours``: this process's confinement, or more.
     """
@@ -136,7 +136,7 @@ def differences_to_peer(connection: socket.socket, ours: Mapping[str, str]) -> s
 
 
 def rights_lacking_to_peer(connection: socket.socket) -> str:
-    """Return in words the rights of this process that that one lacks; "": it has them all."""
+    """Return in words which rights of this process the peer lacks; "": none."""
     try:
         return rights_lacking(peer_confinement(connection), confinement())
     except OSError as error:
@@ -155,14 +155,14 @@ def stands_for_strangers(user: int) -> bool:
 
 
 def pidfd_of_peer(connection: socket.socket) -> int:
-    """Return a pidfd of that process. OSError: it has ended, or is in another namespace."""
+    """Return a pidfd of the peer. OSError: it has ended, or is in another namespace."""
     try:
         return connection.getsockopt(socket.SOL_SOCKET, _PEER_PIDFD)
     except OSError:  # an older kernel; pid 0 is refused here
         return os.pidfd_open(peer_process(connection)[0])
 
 
-def _number(pidfd: int) -> int:
+def _pid_in_proc(pidfd: int) -> int:
     """Return the process's number in /proc, which may be of another namespace. OSError: it has none."""
     for line in read_proc(f"/proc/self/fdinfo/{pidfd}").splitlines():
         if line.startswith("Pid:") and int(line.split()[1]) > 0:

@@ -57,7 +57,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def name_some_ranks(ranks: Sequence[int]) -> str:
-    """Return the same; for very many ranks, the first ones and the number of the others."""
+    """Return what ``name_ranks`` does; of very many ranks, the first ones and the number of the others."""
     runs = _runs(ranks)
     shown = sum(map(len, runs[:_SHOWN]))
     more = f" and {len(ranks) - shown} more" if len(runs) > _SHOWN else ""

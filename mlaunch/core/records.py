@@ -22,12 +22,12 @@ class Grant:
     """The resources that an attempt may use, once it need not wait any more.
 
     Attributes:
-        options: The launch's, with what was chosen for it.
-        environ: Its ranks'.
+        options: The options of the launch, with what was chosen for it.
+        environ: The environment of its ranks.
         of_call: Variables in ``environ`` that only this call knows: a launch that was prepared gets them with it.
         held: Descriptors that the launch's processes hold as long as they live, so that they keep what these stand for.
         give_back: Closes this process's copies of what is held.
-        more: Others wait for the same.
+        more: True if other launches wait for the same.
     """
 
     options: Options
@@ -45,9 +45,9 @@ class Need:
     Attributes:
         text: Who waits for what, for people: "train() waits for 2 of devices 0-7, after ...". In a thread that drives
             many, the others go first: one that ends may say that this one must be given up.
-        row: What it is about to wait for, by name. Where one process has many calls that want the same, one at a time
-            continues from here.
-        firm: Meanwhile something happens that cannot be given up.
+        row: The names of what it is about to wait for. If calls of one process want the same, they continue from here
+            one at a time.
+        firm: True while something happens that cannot be given up.
     """
 
     text: str = ""

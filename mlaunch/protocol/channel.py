@@ -132,14 +132,14 @@ class Channel(Generic[Incoming, Outgoing]):
         return pickle.loads(data), fds
 
     def hear(self) -> tuple[Incoming | None, list[int]]:
-        """Return what ``receive`` does; None as the record once nothing more comes."""
+        """Return what ``receive`` does; at the end of the stream, None in place of a record."""
         try:
             return self.receive()
         except EOFError:
             return None, []
 
     def _take(self) -> tuple[bytes, list[int], int]:
-        """Do what ``socket.recv_fds`` does, but pass the flags on, which it ignores."""
+        """Return what ``socket.recv_fds`` does, and the flags, which that ignores."""
         data, beside, flags, _ = self._socket.recvmsg(RECORD_LIMIT, _ROOM, _CLOSE_ON_EXEC)
         if not beside:
             return data, [], flags

@@ -33,7 +33,7 @@ def unpicklable(value: object, name: str) -> str:
 
 
 def culprit(value: object, name: str) -> tuple[str, object]:
-    """Return the part of a value that cannot be pickled, with its name first."""
+    """Return a sentence about the part of a value that cannot be pickled, and that part."""
     seen = {id(value)}
     users: list[str] = []  # functions on the way
     for _ in range(_DEPTH):
@@ -83,7 +83,7 @@ def picklable(value: object) -> bool:
 
 
 def below_the_pickler(error: Exception) -> Exception | None:
-    """Return the exception with the frames of a user's ``__reduce__`` or ``__getstate__`` only; None if none."""
+    """Return the exception with only the frames of a user's ``__reduce__`` or ``__getstate__``; None: it has none."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] in _PICKLERS:
         trace = trace.tb_next

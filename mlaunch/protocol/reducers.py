@@ -1,7 +1,7 @@
 """How to send objects by value that pickle and cloudpickle cannot send, or do not rebuild like the original.
 
-They are defined at the top of scripts and notebooks. Elsewhere they are known by their name in their module, which is
-what is right for the others, too: a class that went by value behaves as if the rank had imported it.
+They are defined at the top of scripts and notebooks; from other modules, they go by name. A class that went by value
+has to behave as if the rank had imported it.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def _connect(path: str, patience: int = 0) -> socket.socket | None:
 
 @contextlib.contextmanager
 def opened(directory: Path) -> Iterator[str]:
-    """Give a short path to the directory; PermissionError unless it belongs to this user only.
+    """Yield a short path to the directory; PermissionError unless it belongs to this user only.
 
     The path of a socket may have 107 bytes.
     """
@@ -168,7 +168,7 @@ def opened(directory: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def opened_fd(directory: Path) -> Iterator[int]:
-    """Give a descriptor of the directory; errors as for ``opened``."""
+    """Yield a descriptor of the directory; errors as for ``opened``."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         status = os.fstat(fd)

@@ -72,7 +72,7 @@ class Job:
         return os.path.basename(self.target) if self.kind in {"file", "program"} else self.target
 
     def options(self, size: int) -> Options:
-        """Return those of the launch, with ``size`` ranks on this machine."""
+        """Return the options of the launch, with ``size`` ranks on this machine."""
         return self.asked.replaced(
             {
                 "n_gpus": size,
@@ -248,7 +248,7 @@ def _endpoint(text: str) -> tuple[str, int | None]:
 
 
 def _guess_rank(host: str, nodes: int, conf: Mapping[str, str]) -> int:
-    """Return this machine's number with c10d, which does not say it: the endpoint's machine is the first."""
+    """Guess this machine's number, which c10d does not give: the machine at the endpoint's address is the first."""
     here = conf["is_host"].lower() in {"1", "true", "yes"} if "is_host" in conf else _is_here(host)
     if here:
         return 0

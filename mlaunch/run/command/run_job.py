@@ -131,36 +131,36 @@ def _failed(error: LaunchError) -> int:
 def _on_its_devices(
     job: Job, server: ForkServer, environ: dict[str, str], output_flags: OutputFlags, held: Sequence[int]
 ) -> Attempts:
-    """Return what runs the job."""
+    """Check the devices, and return a function that makes the attempts of a job on them."""
     size, environ = _on_devices(job, server, environ)
     if job.virtual_local_rank:
         _check_devices(size, environ, server.ready().runtime)
     if job.asked.numa is None:  # otherwise only the ranks know their CPUs
         _say_threads(size, environ)
-    return _launch(job, size, server, environ, output_flags, held)
+    return _attempts_here(job, size, server, environ, output_flags, held)
 
 
 def run_there(job: Job, output_flags: OutputFlags, engine: Engine) -> int:
     """Run the job on an engine's machines; return the exit status."""
-    from mlaunch.run.command.run_on_engine import There
+    from mlaunch.run.command.run_on_engine import EngineJob
 
     size = job.size if isinstance(job.size, int) else 1
-    there = There(job, engine, output_flags, _directory(output_flags, size, job), say)
+    engine_job = EngineJob(job, engine, output_flags, _directory(output_flags, size, job), say)
     try:
         with _parts_of(job) as parts:
-            return _carry_out(job, there.steps, parts)
+            return _carry_out(job, engine_job.steps, parts)
     except LaunchError as error:
         return _fail(error)
     except ValueError as error:
         raise UsageError(str(error)) from None
     finally:
-        there.close()
+        engine_job.close()
 
 
-def _launch(
+def _attempts_here(
     job: Job, size: int, server: ForkServer, environ: Mapping[str, str], output_flags: OutputFlags, held: Sequence[int]
 ) -> Attempts:
-    """Return what runs the job."""
+    """Return a function that makes the attempts of a job on this machine."""
     directory = _directory(output_flags, size, job)
     machine = ThisMachine(server.ready(), server.count_devices)
 

@@ -37,8 +37,8 @@ def engine_of(args: argparse.Namespace) -> Engine | None:
         raise UsageError(f"--engine {error}") from None
 
 
-class There:
-    """A job on machines of its own, which ``close`` gives back."""
+class EngineJob:
+    """A job on machines of an engine, which ``close`` gives back."""
 
     def __init__(
         self, job: Job, engine: Engine, output_flags: OutputFlags, directory: str | None, tell: Callable[[str], None]
