@@ -159,12 +159,12 @@ _forget: list[Callable[[], object]] = []  # in the order in which they were regi
 
 
 def in_forks(forget: Callable[[], object]) -> None:
-    """Call this first thing in each fork of this process."""
+    """Register a function that each fork of this process calls first."""
     _forget.append(forget)
 
 
 def close_in_forks(owner: _Closable) -> None:
-    """Call ``owner.close()`` in each fork of this process, as long as ``owner`` lives."""
+    """Register an owner that each fork of this process closes, as long as the owner lives."""
     _owners.add(owner)
 
 

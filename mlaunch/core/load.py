@@ -70,7 +70,7 @@ class CallerParts:
             return stack.pop_all()
 
     def attach(self, tell: Callable[[str, object], None]) -> None:
-        """Take the way to the agent of an attempt that has begun; ``tell`` takes a feature's name and its word."""
+        """Receive the way to the agent of a new attempt; ``tell`` takes a feature's name and its word."""
         for name, part in self._parts.items():
             part.attach(functools.partial(tell, name))
 
@@ -101,7 +101,7 @@ class CallerParts:
             part.settled(ended, tell)
 
     def close(self) -> None:
-        """Give up what the parts hold, for use without a ``with`` block."""
+        """Release what the parts hold, for use without a ``with`` block."""
         with contextlib.ExitStack() as stack:  # all of them, even if one raises
             for part in self._parts.values():
                 stack.callback(part.close)

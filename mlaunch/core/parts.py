@@ -64,7 +64,7 @@ class CallerPart:
         return contextlib.nullcontext()
 
     def attach(self, tell: Callable[[object], None]) -> None:
-        """Take the way to this feature's part in the agent of an attempt that has begun. Also for signal handlers."""
+        """Receive the way to this feature's part in the agent of a new attempt. Signal handlers may use it, too."""
 
     def acquire(self, grant: Grant, server: ForkServer, name: str) -> Generator[Need, None, Grant]:  # noqa: ARG002
         """Wait for what an attempt of ``name()`` needs; return what it may use. Closed, it gives up its place."""
@@ -75,16 +75,16 @@ class CallerPart:
         """Prepare for an attempt that is about to start. ``profile=`` raises ValueError for ranks that do not exist."""
 
     def heard(self, news: object) -> None:
-        """Take what this feature's part on a machine of an engine has sent, in the thread that receives it."""
+        """Receive what this feature's part on a machine of an engine has sent, in the thread that reads it."""
 
     def noticed(self, word: object) -> None:
-        """Take a ``Noticed`` of an attempt's agent, and at last an ``Ended``. ``events=`` reports them."""
+        """Receive a ``Noticed`` of an attempt's agent, and at last an ``Ended``. ``events=`` reports them."""
 
     def settled(self, ended: Ended, tell: Tell) -> None:
         """Act on how the last attempt ended, before the call returns. ``profile=`` writes its file."""
 
     def close(self) -> None:
-        """Give up what the part holds, however the call ends: also by an interrupt, or if another part refuses it."""
+        """Release what the part holds, however the call ends: also by an interrupt, or if another part refuses it."""
 
 
 class Watcher:
@@ -136,13 +136,13 @@ class AgentPart:
         return False
 
     def hear(self, word: object, call: int, *fds: int) -> None:
-        """Take a word from the caller's part about the call of this number, which may be over: see ``Scene.call``.
+        """Receive a word from the caller's part about this call, which may be over: see ``Scene.call``.
 
         ``fds``: the descriptors that came with it; they are closed afterwards.
         """
 
     def hear_machines(self, word: object) -> None:
-        """Take a word from the meeting of the machines: see ``Scene.tell_machines``."""
+        """Receive a word from the meeting of the machines: see ``Scene.tell_machines``."""
 
     def visited(self, pid: int) -> None:
         """Do what the command in that process has asked for; it waits for the call's end. ``mlaunch stop`` does."""
@@ -151,7 +151,7 @@ class AgentPart:
         """Answer a process that has sent one of ``Feature.words``, and waits. ``mlaunch why`` does."""
 
     def welcome(self, visitor: socket.socket, word: str) -> None:  # noqa: ARG002
-        """Take a process that has come with a word for this feature, and its connection. ``mlaunch debug`` does."""
+        """Take over the connection of a process that has a word for this feature. ``mlaunch debug`` does."""
         visitor.close()
 
     def fds(self) -> Sequence[int]:
@@ -173,7 +173,7 @@ class AgentPart:
         """Forget what was about a call: it is over, or the next one begins."""
 
     def close(self) -> None:
-        """Give up what the part holds: the launch is over."""
+        """Release what the part holds: the launch is over."""
 
 
 class MachinePart:
@@ -193,4 +193,4 @@ class MachinePart:
         yield from ()
 
     def close(self) -> None:
-        """Give up what the part holds, however the launch has ended."""
+        """Release what the part holds, however the launch has ended."""

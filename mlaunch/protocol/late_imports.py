@@ -73,7 +73,7 @@ def tell() -> None:
 
 
 def begin() -> None:
-    """Take the modules that are imported now as those of the fork server."""
+    """Count the modules that are imported now as the fork server's."""
     _own.before = len(sys.modules)
 
 

@@ -20,7 +20,7 @@ _PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 
 @frozen_record
 class OutputFlags:
-    """The flags of output. ``redirects``, ``tee``: streams of a local rank (bits 1, 2). ``only``: None shows all ranks."""
+    """The flags of output. ``redirects``, ``tee``: streams of a local rank (bits 1, 2). ``only``: None shows all."""
 
     redirects: Callable[[int], int]
     tee: Callable[[int], int]
