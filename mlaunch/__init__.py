@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from mlaunch.agreed_stop.rank import stopping
     from mlaunch.base.exceptions import LaunchError, LaunchTimeout, RankFailure, RanksLost
     from mlaunch.caller.launcher import launcher
-    from mlaunch.caller.ranks.held import Held, scatter
-    from mlaunch.caller.ranks.ranks import Ranks
     from mlaunch.caller.report.launch_report import LaunchReport, RankReport, Span
     from mlaunch.caller.warm_up import warm_up
     from mlaunch.compat.caller.detectron2 import launch
@@ -48,14 +46,16 @@ if TYPE_CHECKING:
         join_from_torch,
     )
     from mlaunch.rank.for_users import RankZeroFilter, device, progress, report, step
+    from mlaunch.ranks.caller.held import Held, scatter
+    from mlaunch.ranks.caller.ranks import Ranks
     from mlaunch.sweeps.caller.run_future import Run
     from mlaunch.sweeps.caller.sweep import Sweep
 
 _NAMES = {
     "mlaunch.caller.launcher": "launcher",
     "mlaunch.errors": "LaunchError LaunchTimeout RankFailure RanksLost",
-    "mlaunch.caller.ranks.held": "Held scatter",
-    "mlaunch.caller.ranks.ranks": "Ranks",
+    "mlaunch.ranks.caller.held": "Held scatter",
+    "mlaunch.ranks.caller.ranks": "Ranks",
     "mlaunch.compat.caller.detectron2": "launch",
     "mlaunch.sweeps.caller.run_future": "Run",
     "mlaunch.sweeps.caller.sweep": "Sweep",

@@ -27,6 +27,8 @@ class Feature:
         stands_in: Modules that its ``rank.py`` replaces as ranks import them (``rank/setup/process.py``).
         runs: Its files that run a function in a rank; a folder ends with a slash. Frames below them in a stack are
             mlaunch's (``base/frames.py``).
+        around: Its files that a rank runs before and after a function, such as to wait for the next call. The place of
+            a rank that waits does not name them, nor those of features with ``runs``.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Feature:
     words: tuple[bytes, ...] = ()
     stands_in: tuple[str, ...] = ()
     runs: tuple[str, ...] = ()
+    around: tuple[str, ...] = ()
 
 
 _STOP_GRACE = _STALL = 300.0  # seconds, by default
@@ -117,6 +120,7 @@ FEATURES = (
         hooks=("rank.part", "member.part"),
     ),
     Feature("pytest", (), _never, runs=("rank/run_test.py",)),
+    Feature("ranks", (), _never, around=("rank/",)),
     Feature("run", (), _never, runs=("rank.py",)),
     Feature(
         "slow",

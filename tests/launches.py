@@ -281,12 +281,12 @@ def make_groups_by(make: Callable[..., Any]) -> None:
 
 def interrupt_again_after(seconds: float) -> None:
     """In a rank that stays: when it raises an interrupt again that Python has dropped."""
-    import_module("mlaunch.rank.kept")._AGAIN = seconds
+    import_module("mlaunch.ranks.rank.kept")._AGAIN = seconds
 
 
 def held_numbers() -> list[int]:
     """In a rank that stays: the numbers of the objects that it holds for its caller."""
-    return sorted(import_module("mlaunch.rank.held_objects").table.objects)
+    return sorted(import_module("mlaunch.ranks.rank.held_objects").table.objects)
 
 
 # Ranks that stay, as their caller has them
@@ -380,7 +380,7 @@ def evict(ranks: Ranks) -> None:
 
 def once_calls_are_queued(patch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
     """Do something as each call on ranks that stay is in their queue."""
-    session = import_module("mlaunch.caller.ranks.ranks_launch").RanksLaunch
+    session = import_module("mlaunch.ranks.caller.ranks_launch").RanksLaunch
     queue = session.submit
 
     def submit(launch: Any, call: Any) -> None:
@@ -395,28 +395,28 @@ def once_calls_are_queued(patch: pytest.MonkeyPatch, act: Callable[[], object]) 
 
 def sets_that_stay() -> dict[str, Ranks]:
     """Those of this process, by a key of the options that they are for."""
-    return {key: found.ranks for key, found in import_module("mlaunch.caller.ranks.keep")._sets.items()}
+    return {key: found.ranks for key, found in import_module("mlaunch.ranks.caller.keep")._sets.items()}
 
 
 def sets_that_leave() -> list[Any]:
     """Those that somebody ends."""
-    return import_module("mlaunch.caller.ranks.keep")._leaving
+    return import_module("mlaunch.ranks.caller.keep")._leaving
 
 
 def sets_being_made() -> list[str]:
-    return [*import_module("mlaunch.caller.ranks.keep")._locks.of_making]
+    return [*import_module("mlaunch.ranks.caller.keep")._locks.of_making]
 
 
 def lock_of_sets() -> threading.Lock:
     """What a thread holds that looks for a set."""
-    return import_module("mlaunch.caller.ranks.keep")._locks.of_sets
+    return import_module("mlaunch.ranks.caller.keep")._locks.of_sets
 
 
 def end_sets_that_stay(*, at_once: bool = False) -> None:
     """``at_once``: also with a call that runs there."""
     for ranks in sets_that_stay().values():
         ranks.terminate() if at_once else ranks.close()
-    import_module("mlaunch.caller.ranks.keep")._sets.clear()
+    import_module("mlaunch.ranks.caller.keep")._sets.clear()
 
 
 # Ranks that stay for tests with the mark ``ranks``

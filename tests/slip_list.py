@@ -402,7 +402,7 @@ SLIPS = (
     Slip(
         "kept and prepared",
         "stoppers_of_ranks_that_stay",
-        "agent/many_calls.py",
+        "ranks/agent.py",
         "        launch.inspection.end_request()\n",
         "",
         ("contract/test_stopping.py::test_mlaunch_stop_is_over_with_the_call_though_its_ranks_stay",),
@@ -438,7 +438,7 @@ SLIPS = (
     Slip(
         "kept and prepared",
         "deadline_of_an_earlier_call",
-        "agent/many_calls.py",
+        "ranks/agent.py",
         "        call.deadline.cancel()  # it could only be taken for the next call's\n",
         "",
         ("contract/test_in_step.py::test_a_deadline_is_of_one_call", "unit/test_agent.py"),
@@ -447,7 +447,7 @@ SLIPS = (
     Slip(
         "kept and prepared",
         "stop_of_an_earlier_call",
-        "agent/many_calls.py",
+        "ranks/agent.py",
         "        self._parts.over()\n        launch.inspection.",
         "        launch.inspection.",
         ("unit/test_agent.py::test_the_end_of_a_call_is_that_of_the_request_to_stop_it",),
@@ -456,7 +456,7 @@ SLIPS = (
     Slip(
         "kept and prepared",
         "answers_of_a_rank_that_is_gone",
-        "agent/many_calls.py",
+        "ranks/agent.py",
         "        self._failed = True  # from now on answers are forwarded at once, while their descriptors are there\n"
         "        self._send_answers()\n",
         "        self._failed = True\n",
@@ -466,7 +466,7 @@ SLIPS = (
     Slip(
         "kept and prepared",
         "memory_of_the_last_failure",
-        "rank/kept.py",
+        "ranks/rank/kept.py",
         "            _let_go(error)\n",
         "",
         ("contract/test_held.py::test_objects_of_a_failed_call_are_let_go",),
@@ -475,7 +475,7 @@ SLIPS = (
     Slip(
         "kept and prepared",
         "handler_of_an_earlier_call",
-        "rank/kept.py",
+        "ranks/rank/kept.py",
         "        if _signal.getsignal(signal.SIGINT) != self._call_back:  # a call before has set another one\n"
         "            signal.signal(signal.SIGINT, self._call_back)\n",
         "",
@@ -920,7 +920,7 @@ SLIPS = (
     Slip(
         "values",
         "arguments_of_a_kept_call",
-        "rank/kept.py",
+        "ranks/rank/kept.py",
         "        if task.call is not None:\n            task.call.close()\n",
         "",
         (
@@ -932,7 +932,7 @@ SLIPS = (
     Slip(
         "values",
         "seed_of_a_kept_call",
-        "rank/kept.py",
+        "ranks/rank/kept.py",
         "        if call.seed is not None:\n",
         "        if call.seed is None and self._spec.call.seed is not None:\n",
         ("contract/test_keep.py::test_a_seed_counts_for_each_call",),

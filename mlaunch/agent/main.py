@@ -19,7 +19,6 @@ from mlaunch.agent import machine_limits
 from mlaunch.agent.fork_ranks import EarlyWatch, ForkContext, fork_ranks
 from mlaunch.agent.inspection import Inspection
 from mlaunch.agent.leftovers import SharedNames
-from mlaunch.agent.many_calls import PartOfRepeatedCalls, RepeatedCalls
 from mlaunch.agent.one_call import OneCall, PreparedCall, as_prepared
 from mlaunch.agent.supervision import Joined, NoLaunchError, Peers, Supervision, refuse
 from mlaunch.agent.supervisor import Supervisor
@@ -234,7 +233,7 @@ def _begin(order: Order, spec: LaunchSpec, scene: Supervision, deadline: Deadlin
         return Supervisor(scene, PreparedCall)
     if spec.stays:
         os.close(call_fd)
-        return Supervisor(scene, RepeatedCalls if spec.cluster is None else PartOfRepeatedCalls)
+        return Supervisor(scene, load.module_of("ranks", "agent").calls_of(spec))
     supervisor = Supervisor(scene, OneCall)
     supervisor.launch.begin_only_call(call_fd if order.call is None else None, spec.call.deadline, deadline)
     os.close(call_fd)

@@ -1,6 +1,6 @@
 """The calls of a launch, which its supervisor drives: a normal launch has one, after which its ranks leave.
 
-Prepared ranks wait for that call; ``many_calls.py`` runs one call after the other. The supervisor reports what has
+Prepared ranks wait for that call; ``ranks/agent.py`` runs one call after the other. The supervisor reports what has
 come, and these classes act on the launch's state (``launch_state.py``).
 """
 

@@ -39,7 +39,7 @@ class Escalation:
 
         within() --> ask --they have told, or STACKS_TIMEOUT--> request --grace period--> force
 
-    One ends a launch (stacks, SIGTERM, SIGKILL), one a call on ranks that stay (``many_calls.py``: stacks and numbers,
+    One ends a launch (stacks, SIGTERM, SIGKILL), one a call on ranks that stay (``ranks/agent.py``: stacks and numbers,
     SIGINT, the end of the launch). Failures, deadlines and stops all begin it. ``waits``: ranks have not told all that
     they were asked.
 

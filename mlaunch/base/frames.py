@@ -18,6 +18,7 @@ _PROMPTS = tuple(os.path.join(_PACKAGE, feature.name, "rank", "") for feature in
 _LIBRARIES = (os.path.dirname(os.__file__) + os.sep, f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _RANKS_OWN = tuple(os.path.join(_PACKAGE, name, "") for name in ("rank", "protocol"))
 _RANKS_OWN += tuple(os.path.join(_PACKAGE, feature.name, "") for feature in FEATURES if feature.runs)
+_RANKS_OWN += tuple(os.path.join(_PACKAGE, feature.name, path) for feature in FEATURES for path in feature.around)
 _CONTROL = os.path.join(_PACKAGE, "rank", "control.py")  # of a rank's thread that answers its agent
 RUNPY = "<frozen runpy>"
 _WITHOUT_FILE = ("<string>", "<attrs generated")  # python -c, and what dataclasses and others write

@@ -354,7 +354,9 @@ def _make_call(options: Options, function: Callable[..., Any], args: tuple[Any, 
         if options.engine is not None and options.keep is None:
             call: Callable[..., Ended] = options.engine.call
         elif options.ranks is not None or options.keep is not None:
-            from mlaunch.caller.ranks.keep import call_on_kept as call
+            option = "ranks" if options.keep is None else "keep"
+            asked = load.as_keyword(option, getattr(options, option))
+            call = load.room("ranks", "caller.keep", asked).call_on_kept
         else:
             from mlaunch.caller.launch.call import call_on_ranks as call
     return call(options, function, args, kwargs)

@@ -16,9 +16,6 @@ from typing import Any
 
 from mlaunch.base.exceptions import misuse
 from mlaunch.base.text import name_ranks, ranges
-from mlaunch.caller.ranks.kept_call import KeptCall, RanksFuture
-from mlaunch.caller.ranks.rank_set import RankSet
-from mlaunch.caller.ranks.ranks_launch import RanksLaunch
 from mlaunch.caller.report import notebook
 from mlaunch.caller.warn import warn_caller
 from mlaunch.cells.rank import cell_names
@@ -27,6 +24,9 @@ from mlaunch.cells.wire import Bundle, CellAnswer, NamesOfRank
 from mlaunch.core.load import room
 from mlaunch.protocol import by_value
 from mlaunch.protocol.calls import Call
+from mlaunch.ranks.caller.kept_call import KeptCall, RanksFuture
+from mlaunch.ranks.caller.rank_set import RankSet
+from mlaunch.ranks.caller.ranks_launch import RanksLaunch
 
 _MAGIC = re.compile(r"^\s*[!%?]|\?\s*$", re.MULTILINE)
 _COMMAND = re.compile(r"\s*(\w+)(\s|$)")

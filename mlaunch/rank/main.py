@@ -33,9 +33,8 @@ def run(args: RankArgs) -> NoReturn:
 
 def _rank(args: RankArgs) -> Rank:
     if args.spec.stays:
-        from mlaunch.rank.kept import KeptRank
-
-        return KeptRank(args)
+        kept: Rank = load.module_of("ranks", "rank.kept").KeptRank(args)
+        return kept
     if args.spec.target is None:
         return FunctionRank(args)
     rank: Rank = load.module_of(args.spec.target.feature, "rank").rank(args, args.spec.target)

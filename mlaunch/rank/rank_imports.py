@@ -27,7 +27,6 @@ from mlaunch.base.fds import in_forks
 from mlaunch.base.frames import is_ours
 from mlaunch.protocol import late_imports
 from mlaunch.protocol.board import Board
-from mlaunch.rank import held_objects
 
 _PACKAGES = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 # warm_up(preload=) would not help with these: the fork server has them, or imports them by itself.
@@ -224,9 +223,8 @@ def undo_reload() -> None:
     _modules.before.clear()
 
 
-def finish_reload() -> list[int]:
-    """Finish a reload that went well on all ranks; return the numbers of held objects whose classes were replaced."""
+def finish_reload() -> set[str]:
+    """Finish a reload that went well on all ranks; return the names of the modules."""
     names = set(_modules.before)
     _modules.before.clear()
-    # To isinstance() they are of no class that the module has now.
-    return [number for number, found in held_objects.table.objects.items() if type(found).__module__ in names]
+    return names

@@ -251,7 +251,7 @@ print(mlaunch.launcher(who, 2)())
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["torch.distributed.checkpoint", "mlaunch.caller.ranks.ranks"])
+@pytest.mark.parametrize("name", ["torch.distributed.checkpoint", "mlaunch.ranks.caller.ranks"])
 def test_later_ranks_find_what_ranks_had_to_import(run_script, name: str) -> None:  # type: ignore[no-untyped-def]
     """Though no pause is between the calls; where there is one, the first pause will do."""
     done = run_script(f"""

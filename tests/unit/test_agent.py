@@ -22,7 +22,6 @@ import pytest
 from mlaunch.agent import fork_ranks as fork_ranks_module
 from mlaunch.agent import rank_process
 from mlaunch.agent.inspection import Inspection
-from mlaunch.agent.many_calls import RepeatedCalls
 from mlaunch.agent.one_call import WAIT_LIMIT, Calls, OneCall, PreparedCall
 from mlaunch.agent.questions import NumberRequests, Questions
 from mlaunch.agent.rank_process import RankProcess, StackRequests, is_ending, is_failing, request_stacks, watch_threads
@@ -58,6 +57,7 @@ from mlaunch.protocol.result_queue import Results
 from mlaunch.rank import function, in_step
 from mlaunch.rank.base import Rank
 from mlaunch.rank.in_step import Numbers
+from mlaunch.ranks.agent import RepeatedCalls
 from mlaunch.torch_parts import process_groups
 from tests.processes import said_in_fork
 

@@ -35,13 +35,13 @@ from mlaunch.agreed_stop.wire import (
     ThawRanks,
 )
 from mlaunch.base import signals
-from mlaunch.caller.ranks.kept_call import KeptCall
 from mlaunch.engines.caller.launch.machines_requests import MachinesStop
 from mlaunch.engines.member.machine_launch import SignalsHere
 from mlaunch.machines import link as machines_link
 from mlaunch.machines.gate.gate import GateStop
 from mlaunch.protocol import this_rank
 from mlaunch.protocol.messages import ForPart, PartSays
+from mlaunch.ranks.caller.kept_call import KeptCall
 from tests.conftest import TORCH
 from tests.processes import said_in_fork
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mlaunch.rank import held_objects as on_ranks
+from mlaunch.ranks.rank import held_objects as on_ranks
 
 
 def test_descriptions() -> None:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
-from mlaunch.caller.ranks.driver import Driver
-from mlaunch.caller.ranks.ranks_launch import StayRules
+from mlaunch.ranks.caller.driver import Driver
+from mlaunch.ranks.caller.ranks_launch import StayRules
 
 
 class Driven:

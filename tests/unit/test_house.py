@@ -148,6 +148,7 @@ USED_BY = {
     "engines": {"run"},
     "insight": {"debug"},
     "leases": {"pytest"},
+    "ranks": {"cells", "engines", "pytest", "sweeps"},
     "sweeps": {"engines"},
 }
 
@@ -208,7 +209,7 @@ def test_features_have_the_hooks_that_they_list() -> None:
             has |= {hook} if name in found else set()
         # Each agent's file has a part; listed is one that is made with the launch.
         assert has - ({"agent.part"} - {*feature.hooks}) == {*feature.hooks}, feature.name
-        assert all((ROOT / "mlaunch" / feature.name / path).exists() for path in feature.runs)
+        assert all((ROOT / "mlaunch" / feature.name / path).exists() for path in (*feature.runs, *feature.around))
 
 
 # Which have left the core, down to its comments.

@@ -15,7 +15,7 @@ import pytest
 
 from mlaunch.caller import interrupts
 from mlaunch.caller.interrupts import EndSignal, allowed, deferred
-from mlaunch.caller.ranks.kept_call import RanksFuture
+from mlaunch.ranks.caller.kept_call import RanksFuture
 from mlaunch.run import command
 
 

@@ -10,9 +10,9 @@ from typing import Any, cast
 import pytest
 
 from mlaunch.caller.launch.settle import Ended
-from mlaunch.caller.ranks.kept_call import KeptCall
-from mlaunch.caller.ranks.ranks_launch import RanksLaunch, StayRules
 from mlaunch.protocol.payload import Payload
+from mlaunch.ranks.caller.kept_call import KeptCall
+from mlaunch.ranks.caller.ranks_launch import RanksLaunch, StayRules
 
 
 class Ranks:

@@ -111,7 +111,7 @@ INSIDE = {
     "mlaunch.cells.caller": "test_names_go_to_and_fro",
     "mlaunch.cells.kernel.magics": "test_the_magics",
     # Which thread drives it, and whether that is looked at, is chance.
-    "mlaunch.caller.ranks.kept_handle": "test_values_come_by_rank_and_the_processes_stay",
+    "mlaunch.ranks.caller.kept_handle": "test_values_come_by_rank_and_the_processes_stay",
     "mlaunch.cells.rank.cell_names": "test_names_go_to_and_fro",
     "mlaunch.cells.rank.run_cell": "test_a_cell_is_ipythons",
     "mlaunch.cells.rank.shell": "test_a_cell_is_ipythons",

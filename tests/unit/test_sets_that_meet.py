@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.ranks import keep
+from mlaunch.ranks.caller import keep
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ ASKS = {
     "machines": ("world_size=2", CALL.format("world_size=2, port=29511")),
     "numa": ("numa='node'", CALL.format("numa='node'")),
     "profile": ("profile='t'", CALL.format("profile='t'")),
+    "ranks": ("keep=60", CALL.format("keep=60")),
     "run": ("python -m mlaunch.launch", "import runpy\nrunpy.run_module('mlaunch.launch', run_name='__main__')"),
     "slow": ("slow='10%'", CALL.format("slow='10%'")),
     "sweeps": ("print.submit()", "mlaunch.launcher(print, 1).submit()"),

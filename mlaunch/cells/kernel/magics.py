@@ -10,12 +10,12 @@ from IPython.core.error import UsageError
 
 from mlaunch.base.text import in_bytes, name_ranks, ranges
 from mlaunch.caller.output.harmless import harmless
-from mlaunch.caller.ranks.ranks import Ranks, check
 from mlaunch.cells.caller import CellJob, CellResult, CellSource, cell_source
 from mlaunch.cells.kernel.cell_completion import RankNames, install
 from mlaunch.cells.kernel.cell_output import JobArea, show_syntax_errors, shown_in_cell
 from mlaunch.cells.kernel.magic_words import CellWords, LineWords, WordError, cell_words, line_words
 from mlaunch.cells.wire import NamesOfRank
+from mlaunch.ranks.caller.ranks import Ranks, check
 
 _MAGIC = re.compile(r"\s*(\w+\s*=\s*)?%{1,2}ranks\b")
 _HERE = re.compile(r"\s*%%ranks\s+--local\s*$")

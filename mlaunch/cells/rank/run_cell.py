@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mlaunch.base.frames import is_library
 from mlaunch.cells.wire import Bundle, CellAnswer
 from mlaunch.protocol import by_value, this_rank
-from mlaunch.rank.kept import uninterrupted
+from mlaunch.ranks.rank.kept import uninterrupted
 
 if TYPE_CHECKING:
     from mlaunch.cells.rank.shell import CellShell

@@ -38,7 +38,7 @@ from mlaunch.protocol.spec import LaunchSpec
 
 if TYPE_CHECKING:
     from mlaunch.caller.launch.settle import Ended, Steps
-    from mlaunch.caller.ranks.ranks_launch import RanksLaunch, StayRules
+    from mlaunch.ranks.caller.ranks_launch import RanksLaunch, StayRules
     from mlaunch.sweeps.caller.run_future import RunCourse
 
 

@@ -16,9 +16,6 @@ import pytest
 
 from mlaunch.base.exceptions import LaunchError, RanksLost, report_of
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.ranks.held import Held
-from mlaunch.caller.ranks.kept_call import RanksFuture
-from mlaunch.caller.ranks.ranks import Ranks
 from mlaunch.protocol import pickling
 from mlaunch.protocol.calls import Call
 from mlaunch.pytest import wire
@@ -28,6 +25,9 @@ from mlaunch.pytest.caller.mark import ON_RANKS, Shape
 from mlaunch.pytest.caller.sent_tests import GivenAttributes
 from mlaunch.pytest.rank import isolation, run_test
 from mlaunch.pytest.wire import Findings, RankTest, Surroundings, Verdict, packed
+from mlaunch.ranks.caller.held import Held
+from mlaunch.ranks.caller.kept_call import RanksFuture
+from mlaunch.ranks.caller.ranks import Ranks
 
 _numbers = itertools.count(1)  # of tests and of steps for fixtures
 _REMEMBERED = 20  # tests

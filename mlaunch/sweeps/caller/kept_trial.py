@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, cast
 
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.ranks.keep import on_shared
-from mlaunch.caller.ranks.kept_call import KeptCall, RanksFuture
 from mlaunch.core.load import room
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import Context
+from mlaunch.ranks.caller.keep import on_shared
+from mlaunch.ranks.caller.kept_call import KeptCall, RanksFuture
 from mlaunch.sweeps.caller.report_log import ReportLog
 from mlaunch.sweeps.caller.run_future import found_as
 
 if TYPE_CHECKING:
-    from mlaunch.caller.ranks.ranks_launch import RanksLaunch
+    from mlaunch.ranks.caller.ranks_launch import RanksLaunch
 
 
 class KeptTrial(RanksFuture):

@@ -100,7 +100,7 @@ def attempt_here(options: Options, call: Call, name: str, number: Attempt, cours
 
 
 def _on_kept_ranks(options: Options, call: Call, name: str, number: Attempt, course: RunCourse) -> Steps:
-    from mlaunch.caller.ranks.keep import options_of_ranks  # late: few calls need it
+    from mlaunch.ranks.caller.keep import options_of_ranks  # late: few calls need it
 
     environ = course.environ(options)
     server, grant = warm_server.get(environ), Grant(options, environ)

@@ -18,8 +18,6 @@ from mlaunch.caller.launch.plan import Attempt
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.output_plan import OutputPlan, output_plan
 from mlaunch.caller.output.relay import Relay
-from mlaunch.caller.ranks.kept_handle import KeptHandle
-from mlaunch.caller.ranks.ranks_launch import RanksLaunch, StayRules
 from mlaunch.engines.caller.launch.agents_of_machines import EndOf, MergedAgent, Patience
 from mlaunch.engines.caller.launch.engine_launch import AllServers, MachinesLaunch, Work, with_hosts
 from mlaunch.engines.caller.launch.machines import Machine, PlacedMachines
@@ -45,6 +43,8 @@ from mlaunch.protocol.messages import (
 )
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.rank import in_step
+from mlaunch.ranks.caller.kept_handle import KeptHandle
+from mlaunch.ranks.caller.ranks_launch import RanksLaunch, StayRules
 
 
 class _State(enum.Enum):

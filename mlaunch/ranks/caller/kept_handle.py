@@ -26,7 +26,6 @@ from mlaunch.caller.launch.settle import Ended, add_note, settle
 from mlaunch.caller.launch.watchdog import Backing, Limits
 from mlaunch.caller.output.output_plan import OutputPlan
 from mlaunch.caller.output.relay import Events
-from mlaunch.caller.ranks.kept_call import KeptCall
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import Channel
@@ -49,6 +48,7 @@ from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.result_queue import ResultQueue
 from mlaunch.protocol.server_messages import BoardFds, DirectFds
 from mlaunch.protocol.spec import LaunchSpec
+from mlaunch.ranks.caller.kept_call import KeptCall
 
 _AHEAD = 1.0  # seconds after which a call is not short any more
 _CHECK_TIMEOUT = 1.0  # seconds that ranks have to compare and meet, at least

@@ -27,9 +27,6 @@ from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.live import StartingLine
 from mlaunch.caller.output.output_plan import OutputPlan, output_plan, place_of, with_directory
 from mlaunch.caller.output.relay import Relay
-from mlaunch.caller.ranks.kept_call import KeptCall, MergedOptions, RanksFuture, pickle_call
-from mlaunch.caller.ranks.kept_handle import KeptHandle
-from mlaunch.caller.ranks.ranks_launch import RanksLaunch, StayRules
 from mlaunch.caller.report.history import History
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.server.warm import warm_server
@@ -38,6 +35,9 @@ from mlaunch.core.records import Grant
 from mlaunch.protocol import calls
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import Context, LaunchSpec
+from mlaunch.ranks.caller.kept_call import KeptCall, MergedOptions, RanksFuture, pickle_call
+from mlaunch.ranks.caller.kept_handle import KeptHandle
+from mlaunch.ranks.caller.ranks_launch import RanksLaunch, StayRules
 
 if TYPE_CHECKING:
     from mlaunch.core.load import CallerParts

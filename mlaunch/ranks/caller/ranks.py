@@ -11,9 +11,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from mlaunch.base.exceptions import hides_our_frames, misuse
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options, about
-from mlaunch.caller.ranks.held import Held
-from mlaunch.caller.ranks.kept_call import RanksFuture
-from mlaunch.caller.ranks.rank_set import RankSet, check_ranks
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.report.user_frames import without_ours
 from mlaunch.caller.warn import warn_caller
@@ -21,6 +18,10 @@ from mlaunch.core import load
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import Context
 from mlaunch.rank import rank_imports
+from mlaunch.ranks.caller.held import Held
+from mlaunch.ranks.caller.kept_call import RanksFuture
+from mlaunch.ranks.caller.rank_set import RankSet, check_ranks
+from mlaunch.ranks.rank import held_objects
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -143,7 +144,7 @@ class Ranks:
             raise RuntimeError(
                 f"nothing was reloaded: rank {rank} failed:\n{text.rstrip()}\nmend the module, and reload again"
             )
-        old = sorted({number for numbers in self.run(rank_imports.finish_reload) for number in numbers})
+        old = sorted({number for numbers in self.run(held_objects.finish_reload) for number in numbers})
         self._set.told_stale.clear()
         self._set.outdated = False
         if old:

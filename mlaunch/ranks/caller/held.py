@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from mlaunch.base.exceptions import misuse
 from mlaunch.base.text import in_bytes, name_ranks
-from mlaunch.caller.ranks import pickling_for
-from mlaunch.rank import held_objects as on_ranks
-from mlaunch.rank.held_objects import Description
+from mlaunch.ranks.caller import pickling_for
+from mlaunch.ranks.rank import held_objects as on_ranks
+from mlaunch.ranks.rank.held_objects import Description
 
 
 class Holder(Protocol):

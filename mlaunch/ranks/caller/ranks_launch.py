@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from mlaunch.base.exceptions import RanksLost, report_of
 from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.launch.settle import Ended, add_note, reason_of, settle
-from mlaunch.caller.ranks.driver import Driver
-from mlaunch.caller.ranks.kept_call import KeptCall, lost
-from mlaunch.caller.ranks.kept_handle import KeptHandle
 from mlaunch.caller.report.failure_text import in_order
 from mlaunch.caller.report.launch_report import LaunchReport
+from mlaunch.ranks.caller.driver import Driver
+from mlaunch.ranks.caller.kept_call import KeptCall, lost
+from mlaunch.ranks.caller.kept_handle import KeptHandle
 
 _STAYED = "the ranks are in step and stay, with what they hold"
 _GONE = "the ranks were ended ({why}); what they held is lost, and {next}{doing}"

@@ -46,6 +46,7 @@ from mlaunch.protocol.messages import (
     RanksBack,
     RanksStand,
 )
+from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.rank import in_step
 
 _LOOK_DELAY = 0.1  # seconds between looks whether ranks that were asked to stop have answered their launcher
@@ -277,3 +278,8 @@ class PartOfRepeatedCalls(RepeatedCalls):
         payload.write(memfd, told)
         self._launch.launcher.try_send(record, [memfd])
         close_all([memfd])
+
+
+def calls_of(spec: LaunchSpec) -> type[Calls]:
+    """Return how an agent of these ranks runs their calls."""
+    return RepeatedCalls if spec.cluster is None else PartOfRepeatedCalls

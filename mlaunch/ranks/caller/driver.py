@@ -19,7 +19,7 @@ from typing import Any
 from mlaunch.base import linux
 from mlaunch.base.fds import KeptEpoll, KeptFd, in_forks
 from mlaunch.caller import interrupts
-from mlaunch.caller.ranks.kept_call import KeptCall
+from mlaunch.ranks.caller.kept_call import KeptCall
 
 _LOOK_AGAIN = 1.0  # seconds after which the driving thread checks again whether its call is over
 _SHORT_STEP = 0.01  # seconds that a step takes at most, unless it waits for a reader of what ranks print

@@ -8,7 +8,7 @@ from typing import Any
 
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol import this_rank
-from mlaunch.rank import safe_inspection
+from mlaunch.rank import rank_imports, safe_inspection
 
 
 @frozen_record
@@ -62,6 +62,13 @@ def pick(values: Sequence[Any]) -> Any:
     if here is None:
         raise LookupError("scatter() values can only be unpickled in a rank")
     return values[here.rank]
+
+
+def finish_reload() -> list[int]:
+    """Finish a reload that went well on all ranks; return the numbers of held objects whose classes were replaced."""
+    names = rank_imports.finish_reload()
+    # To isinstance() they are of no class that the module has now.
+    return [number for number, found in table.objects.items() if type(found).__module__ in names]
 
 
 def describe(value: object) -> Description:

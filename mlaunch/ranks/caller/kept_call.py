@@ -18,14 +18,14 @@ from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.launch.start import unpicklable_call
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.output_plan import OutputPlan
-from mlaunch.caller.ranks import pickling_for
-from mlaunch.caller.ranks.pickling_for import Destination
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.report.user_frames import raises_from_caller
 from mlaunch.protocol import calls, explain, payload
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.spec import LaunchSpec
+from mlaunch.ranks.caller import pickling_for
+from mlaunch.ranks.caller.pickling_for import Destination
 
 _OF_A_CALL = ("deadline", "log_dir", "progress")  # options
 _CALL_LIMIT = 16 * 1024  # bytes of a call inside the record that begins it; a memory file costs more than a call

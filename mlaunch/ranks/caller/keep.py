@@ -20,14 +20,14 @@ from mlaunch.caller.launch.settle import Ended, Steps
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.live import StartingLine
 from mlaunch.caller.output.output_plan import place_of
-from mlaunch.caller.ranks.rank_set import ClosedError
-from mlaunch.caller.ranks.ranks import Ranks, ranks_of
 from mlaunch.caller.server.warm import warm_server
 from mlaunch.caller.warn import warn_caller
 from mlaunch.core.records import Grant
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import Context
 from mlaunch.rank.setup import device
+from mlaunch.ranks.caller.rank_set import ClosedError
+from mlaunch.ranks.caller.ranks import Ranks, ranks_of
 
 # Options of one call, or of the launcher: ranks need not have been started with them.
 T = TypeVar("T")
