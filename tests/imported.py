@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from mlaunch.base import linux
-from mlaunch.caller.server.warm import warm_server
+from mlaunch.caller.server.warm_server import warm_server
 from mlaunch.protocol.settings import import_variables
 from tests.processes import descendants
 

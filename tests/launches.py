@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.frames import STACK_SIGNAL
 from mlaunch.caller import running_launches
-from mlaunch.caller.server.prepared_launch import preparation
-from mlaunch.caller.server.warm import warm_server
+from mlaunch.caller.server.warm_server import preparation, warm_server
 from mlaunch.protocol import registry
 from mlaunch.protocol.board import REPORTS_KEPT
 from mlaunch.protocol.messages import Phase
@@ -51,15 +50,15 @@ _PATIENCE = {
     "count of devices": "caller.server.fork_server.COUNT_TIMEOUT",
     "queue": "caller.running_launches._QUEUE_TIMEOUT",  # for a launch to take a visitor
     "answer": "caller.running_launches._ANSWER_TIMEOUT",  # and to answer it
-    "places": "insight.agent.inspector._PLACES_TIMEOUT",  # for ranks to say where they are
+    "places": "insight.agent._PLACES_TIMEOUT",  # for ranks to say where they are
     "stacks": "agent.stopping.STACKS_TIMEOUT",  # for ranks that are stopped to say where they were
     "leaving": "agent.stopping._LEAVING_TIMEOUT",  # for released ranks to end
     "first look": "display.caller.areas._FIRST_DRAWN",  # before a line of progress
-    "word of a wait": "caller.output.live.SILENCE",
-    "merging": "caller.output.merging.WINDOW",  # for other ranks to say the same
+    "word of a wait": "caller.output.console.SILENCE",
+    "merging": "caller.output.lines.WINDOW",  # for other ranks to say the same
     "end of an allocation": "engines.caller.slurm._END_TIMEOUT",
     "machines' answers": "engines.caller.launch.machines_requests._PATIENCE",
-    "slow import": "caller.launch.hints._TOLD_AT",  # after which users hear of it
+    "slow import": "caller.launch.call._TOLD_AT",  # after which users hear of it
 }
 
 
@@ -121,7 +120,7 @@ def wait_for_replaced_servers() -> None:
 
 def prepare_servers(preload: Sequence[str], note: Callable[[], object]) -> None:
     """Have warm fork servers import these modules besides; ``note`` is called as one is started."""
-    warm = import_module("mlaunch.caller.server.warm")
+    warm = import_module("mlaunch.caller.server.warm_server")
     start = warm.start_interpreter
 
     def start_prepared(environ: Mapping[str, str], like: Any) -> ForkServer:
@@ -511,7 +510,7 @@ def show_sweeps_at(patch: pytest.MonkeyPatch, place: Callable[..., Any]) -> None
 
 def display_area(*, blocks: bool = True) -> Any:
     """The place of lines that change, where this process has one. ``blocks``: of a call that is waited for."""
-    return import_module("mlaunch.caller.output.live").live_place(blocks=blocks)
+    return import_module("mlaunch.caller.output.console").live_place(blocks=blocks)
 
 
 def source_of_calls() -> str:
@@ -541,7 +540,7 @@ def read_trials(path: Path) -> None:
 
 def table_text(sweep: Sweep[Any], most: int) -> str:
     """A sweep's table of at most so many rows."""
-    return import_module("mlaunch.sweeps.caller.sweep_table").text([*sweep], most)
+    return import_module("mlaunch.sweeps.caller.sweep")._text([*sweep], most)
 
 
 def ask_anywhere(patch: pytest.MonkeyPatch) -> None:
@@ -555,7 +554,7 @@ def read_cells_by(patch: pytest.MonkeyPatch, read: Callable[..., Any]) -> None:
 
 def forget_warnings() -> None:
     """Have said again what is said once."""
-    import_module("mlaunch.leases.caller.requests")._warn_of_cpus.cache_clear()
+    import_module("mlaunch.leases.caller")._warn_of_cpus.cache_clear()
     import_module("mlaunch.caller.server.start_server")._warn_of_threads.cache_clear()
 
 

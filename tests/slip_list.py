@@ -60,7 +60,7 @@ SLIPS = (
     Slip(
         "output",
         "lines_that_were_shown",
-        "caller/output/merging.py",
+        "caller/output/lines.py",
         "            if not alike:\n                del self._alike[line.stream, line.text]\n",
         "",
         ("unit/test_output.py::test_lines_that_were_shown_are_forgotten",),
@@ -144,7 +144,7 @@ SLIPS = (
     Slip(
         "report",
         "ends_of_ranks",
-        "caller/report/history.py",
+        "caller/report/launch_report.py",
         "            self.gone[record.rank] = record\n",
         "            pass\n",
         ("contract/test_output.py::test_the_report_of_a_call",),
@@ -165,7 +165,7 @@ SLIPS = (
         "report",
         "directory_in_the_error",
         "caller/launch/settle.py",
-        "    error.log_dir = files.kept(outcome.log_dir)\n",
+        "    error.log_dir = log_files.kept(outcome.log_dir)\n",
         "",
         ("contract/test_output.py::test_files",),
         "an attribute that is set from outside",
@@ -558,8 +558,8 @@ SLIPS = (
     Slip(
         "caller",
         "deadline_of_a_restart",
-        "caller/launch/restarts.py",
-        "            left = max(0.0, deadline - (time.monotonic() - start))\n",
+        "caller/launch/start.py",
+        "            left = max(0.0, deadline - (time.monotonic() - begun))\n",
         "            left = deadline\n",
         ("unit/test_attempts.py::test_a_restart_has_what_is_left_of_the_deadline",),
         "a simpler line that is right for one attempt",
@@ -568,7 +568,7 @@ SLIPS = (
     Slip(
         "leases",
         "lease_of_who_stops_waiting_for_memory",
-        "leases/caller/requests.py",
+        "leases/caller/__init__.py",
         "        except BaseException:\n            lease.close()\n            raise\n",
         "        except OSError:\n            lease.close()\n            raise\n",
         ("unit/test_remnants.py::test_memory_of_what_has_ended_is_waited_for",),
@@ -586,7 +586,7 @@ SLIPS = (
     Slip(
         "leases",
         "ticket_of_an_interrupted_call",
-        "leases/caller/requests.py",
+        "leases/caller/__init__.py",
         "        finally:\n            acquisition.close()\n        try:\n",
         "        finally:\n            pass\n        acquisition.close()\n        try:\n",
         ("contract/test_lease_calls.py::test_an_interrupt_of_a_call_that_waits_leaves_no_place_in_line",),
@@ -623,7 +623,7 @@ SLIPS = (
     Slip(
         "leases",
         "devices_of_the_launch_around",
-        "leases/caller/requests.py",
+        "leases/caller/__init__.py",
         '        held = ",".join([*held_around(self.environ), *lease.names])\n',
         '        held = ",".join(lease.names)\n',
         ("unit/test_leases.py::test_a_launch_says_what_the_launch_around_it_holds_as_well",),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mlaunch.caller.launch.settle import Ended
     from mlaunch.caller.options.option_types import AllOptions, KeywordOptions
     from mlaunch.caller.report.launch_report import LaunchReport
-    from mlaunch.sweeps.caller.methods import ManyCalls
+    from mlaunch.sweeps.caller import ManyCalls
     from mlaunch.sweeps.caller.run_future import Run
     from mlaunch.sweeps.caller.sweep import Sweep
 

@@ -17,7 +17,7 @@ from typing import Any
 from mlaunch.base.exceptions import misuse
 from mlaunch.base.text import name_ranks, ranges
 from mlaunch.caller.report import notebook
-from mlaunch.caller.warn import warn_caller
+from mlaunch.caller.report.user_frames import warn_caller
 from mlaunch.cells.rank import cell_names
 from mlaunch.cells.rank.run_cell import open_shell_early, run_cell
 from mlaunch.cells.wire import Bundle, CellAnswer, NamesOfRank

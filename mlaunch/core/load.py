@@ -15,9 +15,8 @@ from mlaunch.base.exceptions import misuse
 from mlaunch.features import FEATURES, Feature, asked_for, with_hook
 
 if TYPE_CHECKING:
-    from mlaunch.caller.launch.handle import LaunchHandle
+    from mlaunch.caller.launch.handle import LaunchHandle, WatchedCall
     from mlaunch.caller.launch.settle import Ended
-    from mlaunch.caller.launch.watched_call import WatchedCall
     from mlaunch.caller.options.launch_options import Options
     from mlaunch.caller.server.fork_server import ForkServer
     from mlaunch.caller.server.start_server import Interpreter

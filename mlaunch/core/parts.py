@@ -96,7 +96,7 @@ class Watcher:
     due: float = float("inf")  # when ``take_steps`` is called, in monotonic seconds
 
     def take_steps(self) -> None:
-        """Ask the call's agent, or tell what was found: see ``caller/launch/watched_call.py``."""
+        """Ask the call's agent, or tell what was found: see ``caller/launch/handle.py``."""
 
 
 class RankPart:

@@ -57,7 +57,7 @@ with Ranks(n_gpus=2, progress=False, output="rank0") as ranks:
 
 def test_displays_of_rank_0_stand_in_the_cell(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    quiet = "from mlaunch.caller.launch import hints; hints._TOLD_AT = 0\n"  # an import may take long on a busy machine
+    quiet = "from mlaunch.caller.launch import call; call._TOLD_AT = 0\n"  # an import may take long on a busy machine
     cells = [quiet + CELL.format(progress=False), DISPLAY.format(output="all"), DISPLAY.format(output="none"), RANKS]
     _, shown, hidden, kept = json.loads(run(tmp_path, EXECUTE, *cells))
     printed, figure = {"type": "stream", "forms": []}, {"type": "display_data", "text": ""}

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.dear("a kernel of Jupyter is a fresh
 EXECUTE = """
 import sys, nbclient, nbformat
 notebook = nbformat.read(sys.argv[1], 4)
-patient = "from mlaunch.caller.output import merging; merging.WINDOW = 60.0"  # on a busy machine ranks come late
+patient = "from mlaunch.caller.output import lines; lines.WINDOW = 60.0"  # on a busy machine ranks come late
 notebook.cells.insert(0, nbformat.v4.new_code_cell(patient))
 resources = {"metadata": {"path": sys.argv[2]}}
 nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3", resources=resources).execute()

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from mlaunch import Ranks, display, launcher
-from mlaunch.caller.output import harmless, output_plan
+from mlaunch.caller.output import console, output_plan
 from mlaunch.caller.output.console import Console
-from mlaunch.caller.output.lines import LineSplitter, Tails, WriteTimes
-from mlaunch.caller.output.merging import Merger
+from mlaunch.caller.output.lines import LineSplitter, Merger, Tails, WriteTimes
 from mlaunch.caller.output.output_plan import LaunchNumber
 from mlaunch.display.caller import areas, launch_lines
 from mlaunch.display.caller.areas import Area
@@ -73,7 +72,7 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def failing(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: Callable[[], object]) -> object:
     """What the call returns while that raises."""
     with monkeypatch.context() as patched:
-        harmless._told.clear()
+        console._told.clear()
         patched.setattr(owner, name, broken)
         return call()
 

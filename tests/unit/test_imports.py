@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mlaunch.caller.launch import hints
+from mlaunch.caller.launch import call
 from mlaunch.protocol import late_imports
 from mlaunch.protocol.board import Board
 from mlaunch.rank import rank_imports
@@ -25,8 +25,8 @@ def board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Board]:
     monkeypatch.setattr(rank_imports, "_PACKAGES", (str(tmp_path / "packages"),))
     monkeypatch.setattr(rank_imports, "_timing", rank_imports._Timing())
     monkeypatch.setattr(rank_imports, "_LONG", 0.0)
-    monkeypatch.setattr(hints, "_calls", {})
-    monkeypatch.setattr(hints, "_TOLD_AT", 2)
+    monkeypatch.setattr(call, "_imports", {})
+    monkeypatch.setattr(call, "_TOLD_AT", 2)
     (tmp_path / "packages" / "big").mkdir(parents=True)
     monkeypatch.syspath_prepend(str(tmp_path / "packages"))
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -55,7 +55,7 @@ def test_a_package_counts_from_its_outermost_module(
     assert (board.importing(1), board.imported(1), board.imported(0)) == ("", ("big", "0.0"), ("", ""))
     board.note_imported(0, "big", 4.125)
     for _ in range(3):
-        hints.tell_imports("train()", board)
+        call.tell_imports("train()", board)
     assert capfd.readouterr().err == (
         "mlaunch: train() imports big anew in the ranks of each call, 4.1 s in this one; to import it once: "
         "mlaunch.warm_up(preload=['big']) before the first call, provided that it starts no thread and uses no device\n"

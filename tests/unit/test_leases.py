@@ -14,9 +14,8 @@ import pytest
 from mlaunch.base.linux import wait_readable
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.leases import command as lease_command
-from mlaunch.leases.caller import acquisition, lease_directory
+from mlaunch.leases.caller import VARIABLE, LeaseRequest, acquisition, lease_directory
 from mlaunch.leases.caller.acquisition import Acquisition, DeviceLease, Wish
-from mlaunch.leases.caller.requests import VARIABLE, LeaseRequest
 from tests.lease_storm import storm
 
 _PATIENCE = 120.0  # seconds for what comes at once

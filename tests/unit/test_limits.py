@@ -16,7 +16,7 @@ from mlaunch.caller.launch.watchdog import Killed, Limits
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.output_plan import Policy
 from mlaunch.caller.output.relay import Relay
-from mlaunch.caller.report.history import History
+from mlaunch.caller.report.launch_report import History
 from mlaunch.core.load import adapted
 from mlaunch.debug.caller import asking
 from mlaunch.debug.wire import Visited

@@ -103,9 +103,9 @@ INSIDE = {
     "mlaunch.profile.rank": "test_steps_that_the_function_counts",
     "mlaunch.profile.wire": "test_steps_that_the_function_counts",
     "mlaunch.caller.options.option_fields": "test_every_option_is_in_help_and_on_the_page",
-    "mlaunch.caller.launch.hints": "test_a_killed_ranks_peak_memory_is_told",
+    "mlaunch.caller.report.failure_text": "test_a_killed_ranks_peak_memory_is_told",
     "mlaunch.compat.caller.detectron2": "test_launch",
-    "mlaunch.caller.output.files": "test_files",
+    "mlaunch.caller.output.log_files": "test_files",
     "mlaunch.display.caller.timeline": "test_the_report_of_a_call",
     "mlaunch.display.rank": "test_bars_in_ranks_are_text",
     "mlaunch.cells.caller": "test_names_go_to_and_fro",
@@ -121,13 +121,12 @@ INSIDE = {
     "mlaunch.engines.caller.launch.kept_launch": "test_an_exception_on_one_machine_leaves_them_in_step",
     "mlaunch.sweeps.caller.submitted_call": "test_futures_of_launches",
     "mlaunch.sweeps.caller.kept_trial": "test_trials_take_the_warm_ranks_of_their_devices",
-    "mlaunch.insight.agent.inspector": "test_each_trial_has_machines_of_its_own",
+    "mlaunch.insight.agent": "test_each_trial_has_machines_of_its_own",
     "mlaunch.insight.command": "test_the_command_alone_lists_its_commands",
     "mlaunch.insight.caller.stacks_of_ranks": "test_each_trial_has_machines_of_its_own",
     "mlaunch.sweeps.caller.run_future": "test_futures_of_launches",
-    "mlaunch.sweeps.caller.methods": "test_a_map_and_a_grid",
+    "mlaunch.sweeps.caller": "test_a_map_and_a_grid",
     "mlaunch.sweeps.caller.sweep": "test_a_map_and_a_grid",
-    "mlaunch.sweeps.caller.sweep_table": "test_a_map_and_a_grid",
     "mlaunch.sweeps.caller.trial": "test_a_map_and_a_grid",
     "mlaunch.engines.caller.engine": "test_other_mistakes",
     "mlaunch.engines.member.machine_launch": "test_heartbeats_are_sent",
@@ -157,7 +156,6 @@ INSIDE = {
     "mlaunch.compat.rank.join": "test_join_refuses",
     "mlaunch.events.caller": "test_a_function_hears_of_each",
     "mlaunch.events.caller.spans": "test_spans_of_opentelemetry",
-    "mlaunch.leases.caller.circles": "test_a_circle_is_refused_as_it_closes",
     "mlaunch.machines.agent": "test_two_machines_that_are_threads",
     "mlaunch.machines.link": "test_two_machines_that_are_threads",
     "mlaunch.machines.gate.store_process": "test_two_machines_that_are_threads",
@@ -182,7 +180,7 @@ INSIDE = {
 # is tried by test_lacking_torch_parts.py, in processes from which its names are taken.
 FRESH = {"mlaunch.engines.member.main", "mlaunch.warm.caller.zygotes", "mlaunch.warm.wire.zygote_messages"}
 FRESH |= {"mlaunch.debug.rank.visit"}
-FRESH |= {"mlaunch.leases.caller.remnants"}  # with a library of its own in place of the driver's
+FRESH |= {"mlaunch.leases.caller"}  # with a library of its own in place of the driver's
 FRESH |= {"mlaunch.profile.member"}  # of a profile on machines: torch's profiler alone takes seconds to import
 FRESH |= {"mlaunch.torch_parts.lacking", "mlaunch.warm.server.zygote"}
 

@@ -10,7 +10,7 @@ import pytest
 
 from mlaunch import launcher
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.leases.caller import other_programs, requests
+from mlaunch.leases import caller
 from mlaunch.protocol.server_messages import Ready
 from tests import nvml
 from tests.conftest import TORCH
@@ -19,7 +19,7 @@ SCRIPT = """
 import ctypes, os, sys
 ctypes.CDLL(os.environ["NVML"])  # now the loader knows the name by which the package asks for it
 from pathlib import Path
-from mlaunch.leases.caller.requests import LeaseRequest
+from mlaunch.leases.caller import LeaseRequest
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.leases.caller.acquisition import Wish
 
@@ -80,12 +80,12 @@ class OfOneKind:
 
 
 def test_where_it_cannot_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(other_programs, "is_installed", lambda: False)
+    monkeypatch.setattr(caller, "is_installed", lambda: False)
     options = Options(n_gpus=1, lease="idle")
     with pytest.raises(ModuleNotFoundError, match=r"by the package nvidia-ml-py, which is not installed here; install"):
-        requests.request_of(options, OfOneKind("cuda"), {}, "train()")  # type: ignore[arg-type]
+        caller.request_of(options, OfOneKind("cuda"), {}, "train()")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"lease='idle' on cuda devices: NVIDIA's library knows only NVIDIA devices"):
-        requests.request_of(options, OfOneKind("rocm"), {}, "train()")  # type: ignore[arg-type]
+        caller.request_of(options, OfOneKind("rocm"), {}, "train()")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"lease=2: allowed: True, False, 'idle'; for 2 devices: n_gpus=2, lease=True"):
         launcher(int, lease=2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"lease='Idle': allowed: True, False, 'idle'"):

@@ -17,9 +17,8 @@ import pytest
 
 from mlaunch.base import linux
 from mlaunch.caller.output import relay
-from mlaunch.caller.output.lines import LINE_LIMIT, LineSplitter, Tails, WriteTimes
-from mlaunch.caller.output.live import LiveLines, StartingLine
-from mlaunch.caller.output.merging import WINDOW, Merger
+from mlaunch.caller.output.console import LiveLines, StartingLine
+from mlaunch.caller.output.lines import LINE_LIMIT, WINDOW, LineSplitter, Merger, Tails, WriteTimes
 from mlaunch.caller.output.output_plan import OutputPlan, Policy
 from mlaunch.caller.output.relay import Relay
 from mlaunch.display import caller, wire

@@ -9,8 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from mlaunch.caller.server import prepared_launch as caller_prepared
-from mlaunch.caller.server.warm import warm_server
+from mlaunch.caller.server import warm_server
 from mlaunch.protocol.messages import AgentFailed, AgentStarted, RanksStarting
 from mlaunch.protocol.spec import LaunchSpec
 from tests.contract.conftest import as_users_have_it
@@ -31,12 +30,12 @@ __all__ = ["as_users_have_it"]  # a fixture
     ids=["overtook", "forked", "refused"],
 )
 def test_whether_it_is_there(monkeypatch: pytest.MonkeyPatch, first: Any, is_there: bool) -> None:
-    monkeypatch.setattr(caller_prepared, "shape_of", lambda spec: spec)
+    monkeypatch.setattr(warm_server, "shape_of", lambda spec: spec)
     few = SimpleNamespace(
         cluster=None, target=None, port=0, restarts=SimpleNamespace(count=0), local_world_size=2, sections={}
     )
-    server, spec = warm_server.get(os.environ), cast(LaunchSpec, few)
-    preparation = caller_prepared.Preparation()
+    server, spec = warm_server.warm_server.get(os.environ), cast(LaunchSpec, few)
+    preparation = warm_server.Preparation()
     agent = preparation.expect(server, spec)
     assert agent is not None
     with contextlib.closing(agent):

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.server.warm import warm_server
-from mlaunch.leases.caller import requests
+from mlaunch.caller.server.warm_server import warm_server
+from mlaunch.leases import caller
 from mlaunch.leases.caller.acquisition import Wish
 from mlaunch.pytest import wire
 from mlaunch.pytest.caller import new_ranks, rank_fixtures, runner, xdist_workers
@@ -167,7 +167,7 @@ def test_workers_divide_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_worker_has_devices_alone_and_gives_them_back_when_another_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     shape, wish = Shape(1, "toy", None), Wish(["toy 0"], 1, "pytest's worker gw1")
-    request = requests.LeaseRequest(Options(), os.environ, wish, {"toy 0": 0})
+    request = caller.LeaseRequest(Options(), os.environ, wish, {"toy 0": 0})
     monkeypatch.setattr(xdist_workers.requests, "request_of", lambda *_: request)
     monkeypatch.setattr(xdist_workers.warm_server, "get", lambda _: None)
     monkeypatch.delenv("PYTEST_XDIST_WORKER_COUNT", raising=False)

@@ -20,6 +20,8 @@ from mlaunch.caller.options.launch_options import Options
 from mlaunch.core.load import CallerParts
 from mlaunch.core.records import Grant
 from mlaunch.leases.caller import remnants
+from mlaunch.core.records import Grant
+from mlaunch.leases import caller as leases
 from mlaunch.leases.caller.acquisition import standing
 from mlaunch.protocol.server_messages import Ready
 
@@ -81,7 +83,7 @@ installed, sys.modules["pynvml"] = sys.modules["pynvml"], None
 lease("alone()")
 sys.modules["pynvml"] = installed
 listed(zombie, gone)
-remnants.PATIENCE = 0.0
+leases.PATIENCE = 0.0
 lease("patient()")
 lease("patient()")  # has waited for these
 listed(stuck, zombie)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from mlaunch.base.exceptions import RankFailure
-from mlaunch.caller.launch import watched_call
-from mlaunch.caller.launch.watched_call import Watchers
+from mlaunch.caller.launch import handle
+from mlaunch.caller.launch.handle import Watchers
 from mlaunch.core.records import Noticed
-from mlaunch.insight.agent.activity import activity, children_of, file_of
+from mlaunch.insight.agent import activity, children_of, file_of
 from mlaunch.insight.caller import stall_signs
 from mlaunch.insight.caller.stall_watch import StallWatch
 from mlaunch.insight.wire import PULSE, WHY, StallTerms
@@ -213,7 +213,7 @@ class Watched(Watchers):
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What watchers take for the time."""
     moved = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(watched_call, "time", SimpleNamespace(monotonic=lambda: moved.now))
+    monkeypatch.setattr(handle, "time", SimpleNamespace(monotonic=lambda: moved.now))
     return moved
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mlaunch.caller import running_launches
-from mlaunch.caller.report.history import History
+from mlaunch.caller.report.launch_report import History
 from mlaunch.display.caller import launch_lines
 from mlaunch.display.caller.launch_lines import status_lines
 from mlaunch.protocol.board import Board, Loop

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from mlaunch.display.caller.shared_area import SharedArea
-from mlaunch.sweeps.caller import run_future, trial_arguments
+from mlaunch.sweeps.caller import run_future, trial
 from mlaunch.sweeps.caller.launch_loop import loop
 from mlaunch.sweeps.caller.submitted_call import Need, Steps
 from tests.processes import wait_until
@@ -29,19 +29,19 @@ class Mode(enum.IntEnum):
 
 
 def test_labels_say_what_differs() -> None:
-    grid = trial_arguments.combinations({"lr": [0.1, 1e-05], "width": [[64, 64]], "seed": range(2)})
-    assert trial_arguments.labels(grid) == [
+    grid = trial.combinations({"lr": [0.1, 1e-05], "width": [[64, 64]], "seed": range(2)})
+    assert trial.labels(grid) == [
         "lr=0.1 seed=0",
         "lr=0.1 seed=1",
         "lr=1e-05 seed=0",
         "lr=1e-05 seed=1",
     ]
-    assert trial_arguments.labels([{"lr": 0.1}]) == ["lr=0.1"]
-    assert trial_arguments.labels([{"path": "x" * 100 + name} for name in "ab"]) == [
+    assert trial.labels([{"lr": 0.1}]) == ["lr=0.1"]
+    assert trial.labels([{"path": "x" * 100 + name} for name in "ab"]) == [
         "#0",
         "#1",
     ]  # no label would tell them apart
-    assert trial_arguments.labels([{"model": object()}, {"model": trial_arguments.labels}]) == [
+    assert trial.labels([{"model": object()}, {"model": trial.labels}]) == [
         "model=<object>",
         "model=labels",
     ]
@@ -55,7 +55,7 @@ def test_labels_say_what_differs() -> None:
         Mode.ON,
     ]
     kinds += [Path("data") / ("x" * 30) / "a.csv"]
-    assert trial_arguments.labels([{"x": kind} for kind in kinds]) == [
+    assert trial.labels([{"x": kind} for kind in kinds]) == [
         "x=3",
         "x=0.1",
         "x=int8",

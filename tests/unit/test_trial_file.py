@@ -17,9 +17,8 @@ import pytest
 import torch
 
 from mlaunch import launcher
-from mlaunch.sweeps.caller import identity
-from mlaunch.sweeps.caller.identity import canonical, identity_of
-from mlaunch.sweeps.caller.trial_file import TrialFile, TrialKey, keys_of
+from mlaunch.sweeps.caller import trial_file
+from mlaunch.sweeps.caller.trial_file import TrialFile, TrialKey, canonical, identity_of, keys_of
 
 
 def train(lr: float) -> float:
@@ -182,7 +181,7 @@ def test_a_function_that_has_changed_is_told_of(tmp_path: Path, monkeypatch: pyt
     for torn in (b"", b'{"kind": "mlau'):
         (tmp_path / "sweep").write_bytes(torn)
         for source, told in (("0", 0), ("0", 0), ("1", 1)):
-            monkeypatch.setattr(identity, "_source", lambda _, source=source: source)
+            monkeypatch.setattr(trial_file, "_source", lambda _, source=source: source)
             file = TrialFile(tmp_path / "sweep", "train", train)
             with warnings.catch_warnings(record=True) as found:
                 warnings.simplefilter("always")

@@ -17,7 +17,7 @@ import pytest
 
 from mlaunch.base import linux
 from mlaunch.base.peer_process import is_this_user, peer_process
-from mlaunch.caller.server import warm
+from mlaunch.caller.server import warm_server
 from mlaunch.caller.server.start_server import Interpreter
 from mlaunch.cli import main
 from mlaunch.protocol import payload
@@ -76,9 +76,9 @@ def test_a_server_has_nothing_of_the_options_of_the_call_that_starts_it(monkeypa
         asked.append(environ)
         return types.SimpleNamespace(alive=lambda: True)
 
-    monkeypatch.setattr(warm.load, "server_at_hand", start)
+    monkeypatch.setattr(warm_server.load, "server_at_hand", start)
     monkeypatch.setattr(os, "environ", {"HOME": "/x", "OMP_PROC_BIND": "1"})
-    server = warm.WarmServer()
+    server = warm_server.WarmServer()
     first = server.get({"HOME": "/y", "OWN": "1", "LC_ALL": "C", "OMP_DYNAMIC": "1"})
     assert asked == [{"HOME": "/x", "OMP_DYNAMIC": "1"}]
     assert server.get({"OMP_DYNAMIC": "1"}) is first

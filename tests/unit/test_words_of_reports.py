@@ -19,11 +19,10 @@ from mlaunch.agent.machine_limits import Evidence
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.frames import in_letters
 from mlaunch.base.text import name_ranks
-from mlaunch.caller.launch.hints import hints_of
 from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.report.failure_text import in_order, in_words, operation_of, summarise
+from mlaunch.caller.report.failure_text import hints_of, in_order, in_words, operation_of, summarise
 from mlaunch.insight.caller.stacks_of_ranks import grouped
 from mlaunch.insight.caller.why_text import view_of
 from mlaunch.protocol import channel, payload

@@ -25,30 +25,31 @@ from typing import TYPE_CHECKING, Any
 from mlaunch.base import own_process
 from mlaunch.base.exceptions import LaunchError, misuse
 from mlaunch.caller import interrupts
-from mlaunch.caller.launch import hints
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
-from mlaunch.caller.launch.restarts import with_restarts
 from mlaunch.caller.launch.settle import Ended, Steps
-from mlaunch.caller.launch.start import start
+from mlaunch.caller.launch.start import start, with_restarts
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.output.live import StartingLine
+from mlaunch.caller.output.console import Console, StartingLine
 from mlaunch.caller.output.output_plan import OutputPlan, output_plan, place_of, with_directory
-from mlaunch.caller.report.history import History
+from mlaunch.caller.report.launch_report import History
+from mlaunch.caller.report.user_frames import warn_caller
 from mlaunch.caller.server import start_server
 from mlaunch.caller.server.fork_server import ForkServer, ServerGoneError
-from mlaunch.caller.server.warm import warm_server
-from mlaunch.caller.warn import warn_caller
+from mlaunch.caller.server.warm_server import warm_server
 from mlaunch.core.records import Grant, Need
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import Context, LaunchSpec
 
 if TYPE_CHECKING:
     from mlaunch.caller.launch.handle import LaunchHandle
-    from mlaunch.caller.output.live import LivePlace
+    from mlaunch.caller.output.console import LivePlace
     from mlaunch.core.load import CallerParts
+    from mlaunch.protocol.board import Board
 
 # A warm server that is killed just before the call still looks alive, and so does a prepared launch.
 TRIES = 3
+_TOLD_AT = 2  # imports of a package, after which the user hears of it
+_imports: dict[str, int] = {}  # by package: how many calls have had to import it
 
 
 def call_on_ranks(
@@ -159,7 +160,7 @@ class CallWork:
             with self.around(handle):
                 ended = yield from handle.drive()
             if self.options.start_method == "forkserver" and not self.many:
-                hints.tell_imports(self.name, handle.history.board)
+                tell_imports(self.name, handle.history.board)
             return ended
         finally:
             handle.close()
@@ -258,3 +259,19 @@ def flush_streams() -> None:
             stream.flush()
         except (AttributeError, OSError, ValueError):  # None, full, closed
             continue
+
+
+def tell_imports(name: str, board: Board | None) -> None:
+    """Tell the user which package each call imports again: after the second slow import, once per package."""
+    package, seconds = board.imported(0) if board is not None else ("", "")
+    if not package:
+        return
+    _imports[package] = _imports.get(package, 0) + 1
+    if _imports[package] == _TOLD_AT:
+        console = Console()
+        console.say(
+            f"{name} imports {package} anew in the ranks of each call, {seconds} s in this one; to import it once: "
+            f"mlaunch.warm_up(preload=[{package!r}]) before the first call, provided that it starts no thread and uses "
+            f"no device"
+        )
+        console.close()

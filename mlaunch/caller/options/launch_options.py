@@ -15,8 +15,7 @@ from datetime import timedelta
 from typing import Any, cast
 
 from mlaunch.base.frozen_record import frozen_record
-from mlaunch.caller.options.option_checks import check_together
-from mlaunch.caller.options.option_fields import ENDING, MEETING, OUTPUT, SIZES, About, Flag, option
+from mlaunch.caller.options.option_fields import ENDING, MEETING, OUTPUT, SIZES, About, Flag, check_together, option
 from mlaunch.caller.options.option_values import (
     HIGHEST_PORT,
     AnEngine,

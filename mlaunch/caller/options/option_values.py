@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from mlaunch.base import seeding, signals
 from mlaunch.base.frozen_record import frozen_record
-from mlaunch.caller.options.option_fields import OptionType
 
 if TYPE_CHECKING:
     from mlaunch.caller.launch.settle import Ended
@@ -35,6 +34,38 @@ class PlacesRanks(Protocol):
 
     def open_session(self, options: Any, rules: Any) -> Any:
         """Start ranks that stay, a ``RanksLaunch``; do not wait for them."""
+
+
+class OptionType:
+    """A kind of value; ``str()`` says what is allowed.
+
+    Attributes:
+        word: What argparse makes of the word behind a flag.
+    """
+
+    word: ClassVar[type] = str
+
+    def check(self, name: str, value: object) -> None:
+        """Raise TypeError or ValueError that names the option, the value and what is allowed."""
+        raise NotImplementedError
+
+    def of_word(self, word: Any) -> object:
+        """Return the value for the word behind a flag. ValueError if there is none."""
+        return word
+
+    @property
+    def of_flag(self) -> str:
+        """Return what is allowed behind a flag."""
+        return re.sub(r"[,;] or None.*", "", str(self))
+
+    def read(self, flag: str, word: object) -> object:
+        """Return the value of a flag. ValueError that names the flag, the word and what is allowed."""
+        try:
+            value = self.of_word(word)
+            self.check(flag, value)
+        except (TypeError, ValueError):
+            raise ValueError(f"{f'{flag} {word}'.rstrip()}: allowed: {self.of_flag}") from None
+        return value
 
 
 @frozen_record

@@ -6,12 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlaunch.caller.output.console import Console
-from mlaunch.caller.output.files import LogFile
-from mlaunch.caller.output.harmless import harmless
-from mlaunch.caller.output.lines import LineSplitter, Tails, WriteTimes
-from mlaunch.caller.output.live import LiveLines
-from mlaunch.caller.output.merging import WINDOW, Merger
+from mlaunch.caller.output.console import Console, LiveLines, harmless
+from mlaunch.caller.output.lines import WINDOW, LineSplitter, Merger, Tails, WriteTimes
+from mlaunch.caller.output.log_files import LogFile
 from mlaunch.caller.output.output_plan import STREAMS, LaunchNumber, OutputPlan, Policy
 from mlaunch.protocol.board import Board
 

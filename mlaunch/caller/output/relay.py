@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from mlaunch.base.fds import KeptEpoll, KeptFd
 from mlaunch.caller import interrupts
 from mlaunch.caller.output.call_output import CallOutput, RankStream
-from mlaunch.caller.output.harmless import harmless
+from mlaunch.caller.output.console import harmless
 from mlaunch.caller.output.output_plan import OutputPlan
 from mlaunch.protocol.board import Board
 

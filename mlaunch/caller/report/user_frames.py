@@ -1,10 +1,12 @@
-"""Errors as the user sees them: raised from the line of the call; in IPython and Jupyter, without our frames."""
+"""Errors and warnings as the user sees them: from the line of the call; in IPython and Jupyter, without our frames."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
@@ -18,6 +20,7 @@ R = TypeVar("R")
 P = ParamSpec("P")
 
 _HOOK = "_render_traceback_"  # IPython calls this method of an exception: the only way to hide its last frame
+_CONTEXTLIB = contextlib.__file__
 _FUTURES = f"{os.sep}concurrent{os.sep}futures{os.sep}"
 _READ_ON = "What every rank was doing stands above, where it says LaunchError."
 
@@ -89,3 +92,15 @@ def _is_ipython(step: TracebackType) -> bool:
 def _is_plumbing(step: TracebackType) -> bool:
     file = step.tb_frame.f_code.co_filename
     return is_ours(file) or _FUTURES in file
+
+
+def warn_caller(message: str) -> None:
+    """Issue a RuntimeWarning that points at the line that called into this package."""
+    frame, level = sys._getframe(1), 2  # level 1 is this function
+    while frame.f_back is not None and _is_between(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, RuntimeWarning, stacklevel=level)
+
+
+def _is_between(file: str) -> bool:
+    return is_ours(file) or file == _CONTEXTLIB

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -13,11 +14,10 @@ from typing import Any
 
 from mlaunch.base import linux
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout, describe_exit
-from mlaunch.base.fds import in_forks
+from mlaunch.base.fds import close_all, in_forks, memory_file
 from mlaunch.base.log import log
 from mlaunch.caller import interrupts
-from mlaunch.caller.server.attachments import in_memfds, standard_streams
-from mlaunch.protocol import launch_files
+from mlaunch.protocol import launch_files, payload
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages import AgentsEnd, Cancel, LaunchersEnd
@@ -40,6 +40,50 @@ _QUIET_TIME = 0.5  # seconds of a wait before ``on_wait`` is called
 _IMPORT_TIMEOUT = 60.0  # seconds beyond the deadline to import torch from a slow disk
 
 _open_channels: weakref.WeakSet[Channel[Any, Any]] = weakref.WeakSet()
+
+
+class in_memfds:
+    """A block with a memfd for each of the named values; for a Payload, its own.
+
+    Not a context manager of contextlib's, and neither is the next one; see ``interrupts``.
+    """
+
+    def __init__(self, values: Sequence[tuple[str, object]]) -> None:
+        self._values = values
+        self._memfds: list[int] = []
+
+    def __enter__(self) -> list[int]:
+        try:
+            for name, value in self._values:
+                if isinstance(value, Payload):
+                    self._memfds.append(os.dup(value.memfd))
+                    continue
+                # Added before the write: an interrupt in a __reduce__ must not lose the descriptor.
+                self._memfds.append(memory_file(name))
+                with interrupts.allowed():  # pickling runs user code, and may take long
+                    payload.write(self._memfds[-1], value)
+        except BaseException:
+            close_all(self._memfds)
+            raise
+        return self._memfds
+
+    def __exit__(self, *_: object) -> None:
+        close_all(self._memfds)
+
+
+class standard_streams:
+    """A block with the present descriptors 1 and 2, or /dev/null for one that is closed.
+
+    If this process started without one (under cron, for example), any file may have its number now.
+    """
+
+    def __enter__(self) -> list[int]:
+        self._null = null = os.open(os.devnull, os.O_WRONLY)
+        streams = ((1, sys.__stdout__), (2, sys.__stderr__))
+        return [null if stream is None or linux.identity(fd) is None else fd for fd, stream in streams]
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._null)
 
 
 class ServerGoneError(LaunchError):

@@ -21,8 +21,8 @@ from mlaunch.base import linux
 from mlaunch.base.fds import KeptFd, in_forks
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.unfollowed import not_followed, stay_unfollowed
+from mlaunch.caller.report.user_frames import warn_caller
 from mlaunch.caller.server.fork_server import ForkServer
-from mlaunch.caller.warn import warn_caller
 from mlaunch.protocol import by_value
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel

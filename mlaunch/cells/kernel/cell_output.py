@@ -13,7 +13,7 @@ from typing import Any
 
 from mlaunch.base.exceptions import is_misuse, report_of
 from mlaunch.base.text import in_seconds, last_bytes
-from mlaunch.caller.output.harmless import harmless
+from mlaunch.caller.output.console import harmless
 from mlaunch.caller.output.output_plan import STREAMS
 from mlaunch.caller.report import notebook
 from mlaunch.cells.caller import CellJob

@@ -9,7 +9,7 @@ from typing import Any
 from IPython.core.error import UsageError
 
 from mlaunch.base.text import in_bytes, name_ranks, ranges
-from mlaunch.caller.output.harmless import harmless
+from mlaunch.caller.output.console import harmless
 from mlaunch.cells.caller import CellJob, CellResult, CellSource, cell_source
 from mlaunch.cells.kernel.cell_completion import RankNames, install
 from mlaunch.cells.kernel.cell_output import JobArea, show_syntax_errors, shown_in_cell

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlaunch.caller.output.live import LiveLines
+from mlaunch.caller.output.console import LiveLines
 from mlaunch.caller.report import notebook
 from mlaunch.display import wire
 from mlaunch.display.caller.areas import Notebook as Notebook

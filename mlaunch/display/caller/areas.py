@@ -15,8 +15,7 @@ import sys
 from types import FrameType
 from typing import Any
 
-from mlaunch.caller.output.harmless import harmless
-from mlaunch.caller.output.live import LiveLines, LivePlace
+from mlaunch.caller.output.console import LiveLines, LivePlace, harmless
 from mlaunch.caller.report import notebook
 
 _NO_CI = {"", "0", "false", "no"}  # values of the variable CI, which all of the usual services set

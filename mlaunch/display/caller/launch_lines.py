@@ -9,7 +9,7 @@ from typing import Any
 
 from mlaunch.base.text import on_a_clock
 from mlaunch.caller.launch.outcome import Outcome
-from mlaunch.caller.report.history import History
+from mlaunch.caller.report.launch_report import History
 from mlaunch.protocol import late_imports
 from mlaunch.protocol.board import Board, Loop
 from mlaunch.protocol.messages import Phase

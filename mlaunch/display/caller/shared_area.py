@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mlaunch.caller.output.console import Console
-from mlaunch.caller.output.harmless import harmless
-from mlaunch.caller.output.live import LiveLines
+from mlaunch.caller.output.console import Console, LiveLines, harmless
 from mlaunch.display.caller.areas import Area
 
 

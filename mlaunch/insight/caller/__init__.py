@@ -15,7 +15,7 @@ from mlaunch.insight.wire import STACKS, WHY, StallTerms, terms_of
 
 if TYPE_CHECKING:
     from mlaunch.caller.call_log import CallLog
-    from mlaunch.caller.launch.watched_call import WatchedCall
+    from mlaunch.caller.launch.handle import WatchedCall
     from mlaunch.caller.options.launch_options import Options
     from mlaunch.core.parts import Spell
     from mlaunch.insight.caller.stacks_of_ranks import StacksOfRanks

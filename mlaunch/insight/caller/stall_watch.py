@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlaunch.base.text import in_two_units
-from mlaunch.caller.launch.watched_call import WatchedCall
+from mlaunch.caller.launch.handle import WatchedCall
 from mlaunch.core.parts import Watcher
 from mlaunch.core.records import Noticed
 from mlaunch.insight.wire import PULSE, WHY

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.text import columns, filled, in_bytes, in_two_units, shown
 from mlaunch.caller.call_log import CallLog
-from mlaunch.caller.output.console import Console
-from mlaunch.caller.output.live import LiveLines
+from mlaunch.caller.output.console import Console, LiveLines
 from mlaunch.caller.report import notebook
 from mlaunch.caller.report.failure_text import in_words, users_place
 from mlaunch.caller.running_launches import ask, facts_of, launches_of, place_of_rank, title_of

@@ -27,6 +27,7 @@ from mlaunch.leases.caller.lease_directory import LeaseDirectory, opened
 
 DEVICE, TICKET = "device.", "ticket."
 _STOPPED_EVERY = 1.0  # seconds between checks that the process before us is not stopped
+Said = Mapping[str, Any]  # the record of a waiter or holder
 _open: set[int] = set()  # descriptors that a fork of this process must not hold: it would keep devices from others
 
 
@@ -131,8 +132,6 @@ class Acquisition:
             return lease
 
     def _check_circle(self) -> None:
-        from mlaunch.leases.caller.circles import in_words, stuck  # only for a call in a rank
-
         held = {
             device_of(name): self._directory.said(name)
             for name in self._directory.names(DEVICE)
@@ -142,7 +141,7 @@ class Acquisition:
         found = stuck(waiting, held)
         mine = next((one for one in found if one == self._said), None)
         if mine is not None:
-            raise misuse(RuntimeError(in_words(mine, [one for one in found if one is not mine], held)))
+            raise misuse(RuntimeError(_deadlock(mine, [one for one in found if one is not mine], held)))
 
     def _tickets(self) -> list[str]:
         """Return the tickets, in their order."""
@@ -277,3 +276,55 @@ def _is_taken(directory: LeaseDirectory, name: str) -> bool:
     if watched is not None:
         os.close(watched)
     return watched is not None
+
+
+# Deadlocks: a rank of each launch has started one that waits for devices of another. The circle closes when a launch
+# joins the queue, which is refused then.
+
+
+def stuck(waiting: Sequence[Said], held: Mapping[str, Said]) -> list[Said]:
+    """Return those of ``waiting``, in its order, that would wait for ever; ``held``: the holder of each device.
+
+    A launch without a waiting rank ends at some time. One with a waiting rank holds its devices until that one has had
+    its turn, so they count as free only then.
+    """
+    left = list(waiting)
+    while True:
+        kept = {name for one in left for name in one.get("holds", ())} & held.keys()
+        for number, one in enumerate(left):
+            names = set(one.get("names", ()))
+            is_first = names.isdisjoint(name for other in left[:number] for name in other.get("names", ()))
+            if is_first and len(names - kept) >= one.get("count", 0):
+                break
+        else:
+            return left
+        left.remove(one)
+
+
+def _deadlock(mine: Said, others: Sequence[Said], held: Mapping[str, Said]) -> str:
+    """Return the error: who waits for whom. ``others``: the others of the circle."""
+    rest = " and ".join(f"{_name(one)}, {_place(one, held)}" for one in others)
+    return (
+        f"{mine['who']} would deadlock: it wants {mine['count']} of {_names(mine)} and waits for {rest}, while the "
+        f"launch that it runs inside, {_holders(mine, held)}, holds {', '.join(mine['holds'])} until this rank "
+        f"returns. Launch it without a lease, or on other devices"
+    )
+
+
+def _place(one: Said, held: Mapping[str, Said]) -> str:
+    """Return where another one of the circle waits."""
+    if not one.get("holds"):
+        return f"which came before it and wants {one['count']} of {_names(one)}"
+    return f"which is called in {_holders(one, held)}, on {', '.join(one['holds'])}, and wants {_names(one)}"
+
+
+def _names(one: Said) -> str:
+    return ", ".join(one["names"])
+
+
+def _holders(one: Said, held: Mapping[str, Said]) -> str:
+    return ", ".join(dict.fromkeys(_name(held[name]) for name in one["holds"] if name in held)) or "?"
+
+
+def _name(one: Said) -> str:
+    return f"{one.get('who') or '?'} (pid {one.get('pid', '?')})"

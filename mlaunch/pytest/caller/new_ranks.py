@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from _pytest.config import default_plugins
 
-from mlaunch.caller.server.warm import warm_server
+from mlaunch.caller.server.warm_server import warm_server
 from mlaunch.pytest.wire import Beginning, CoveragePlan
 
 PRELOADED = (

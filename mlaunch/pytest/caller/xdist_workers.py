@@ -11,8 +11,8 @@ import pytest
 
 from mlaunch.caller import interrupts
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.server.warm import warm_server
-from mlaunch.leases.caller import requests
+from mlaunch.caller.server.warm_server import warm_server
+from mlaunch.leases.caller import LeaseRequest, request_of
 from mlaunch.leases.caller.acquisition import Acquisition, DeviceLease, standing
 from mlaunch.leases.caller.lease_directory import place
 from mlaunch.pytest.caller.mark import Shape
@@ -66,7 +66,7 @@ class WorkerDevices:
             return
         options = Options().replaced({"n_gpus": shape.size, "device_type": shape.device_type, "lease": True})
         name = f"pytest's worker {os.environ.get(_WORKER, '')}"
-        request = requests.request_of(options, warm_server.get(os.environ), os.environ, name)
+        request = request_of(options, warm_server.get(os.environ), os.environ, name)
         if request.numbers is not None:  # else the ranks are on CPUs
             # One set at a time: two workers that keep devices and wait for more could wait for each other.
             self._lease = _wait(request, patience)
@@ -88,7 +88,7 @@ class WorkerDevices:
             self._lease.close()
 
 
-def _wait(request: requests.LeaseRequest, patience: float) -> DeviceLease:
+def _wait(request: LeaseRequest, patience: float) -> DeviceLease:
     acquisition = request.begin()
     end = time.monotonic() + patience
     try:
@@ -107,7 +107,7 @@ def _wait(request: requests.LeaseRequest, patience: float) -> DeviceLease:
     return lease
 
 
-def _told(request: requests.LeaseRequest, acquisition: Acquisition, patience: float) -> str:
+def _told(request: LeaseRequest, acquisition: Acquisition, patience: float) -> str:
     return (
         f"{request.waits_for(acquisition)}: it did not get them within {patience:g} s (ranks_deadline for each of "
         f"{count()} workers); run fewer workers (-n), or see who has the devices: mlaunch ps"

@@ -15,13 +15,13 @@ from mlaunch.base.fds import in_forks
 from mlaunch.caller import interrupts
 from mlaunch.caller.launch.call import acquired
 from mlaunch.caller.launch.plan import Attempt
-from mlaunch.caller.launch.restarts import with_restarts
 from mlaunch.caller.launch.settle import Ended, Steps
+from mlaunch.caller.launch.start import with_restarts
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.output.live import StartingLine
+from mlaunch.caller.output.console import StartingLine
 from mlaunch.caller.output.output_plan import place_of
-from mlaunch.caller.server.warm import warm_server
-from mlaunch.caller.warn import warn_caller
+from mlaunch.caller.report.user_frames import warn_caller
+from mlaunch.caller.server.warm_server import warm_server
 from mlaunch.core.records import Grant
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import Context

@@ -24,13 +24,12 @@ from mlaunch.caller.launch.plan import Attempt, ThisMachine
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.launch.start import send_launch, with_pipes
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.output.live import StartingLine
+from mlaunch.caller.output.console import StartingLine
 from mlaunch.caller.output.output_plan import OutputPlan, output_plan, place_of, with_directory
 from mlaunch.caller.output.relay import Relay
-from mlaunch.caller.report.history import History
-from mlaunch.caller.report.launch_report import LaunchReport
-from mlaunch.caller.server.warm import warm_server
-from mlaunch.caller.warn import warn_caller
+from mlaunch.caller.report.launch_report import History, LaunchReport
+from mlaunch.caller.report.user_frames import warn_caller
+from mlaunch.caller.server.warm_server import warm_server
 from mlaunch.core.records import Grant
 from mlaunch.protocol import calls
 from mlaunch.protocol.calls import Call

@@ -12,8 +12,7 @@ from mlaunch.base.exceptions import hides_our_frames, misuse
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options, about
 from mlaunch.caller.report.launch_report import LaunchReport
-from mlaunch.caller.report.user_frames import without_ours
-from mlaunch.caller.warn import warn_caller
+from mlaunch.caller.report.user_frames import warn_caller, without_ours
 from mlaunch.core import load
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import Context

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 
 from mlaunch.base.frozen_record import frozen_record
-from mlaunch.caller.output import files
+from mlaunch.caller.output import log_files
 from mlaunch.caller.output.output_plan import STREAMS, OutputPlan, Policy
 from mlaunch.cli.parser import UsageError, numbers
 
@@ -77,7 +77,7 @@ def directory_of(output_flags: OutputFlags, size: int, run_id: str) -> str | Non
     if output_flags.log_dir is None and not any(policy.kept for policy in output_flags.policies(size).values()):
         return None
     try:
-        return files.new_directory(output_flags.log_dir or tempfile.mkdtemp(prefix="mlaunch-logs-"), run_id)
+        return log_files.new_directory(output_flags.log_dir or tempfile.mkdtemp(prefix="mlaunch-logs-"), run_id)
     except OSError as error:
         raise UsageError(f"--log-dir {output_flags.log_dir or tempfile.gettempdir()}: {error.strerror}") from None
 

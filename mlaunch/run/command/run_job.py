@@ -17,10 +17,9 @@ from mlaunch.base.linux import working_directory
 from mlaunch.base.log import tell_curious
 from mlaunch.caller import interrupts
 from mlaunch.caller.launch.plan import Accelerator, Attempt, ThisMachine, plan, shown
-from mlaunch.caller.launch.restarts import with_restarts
 from mlaunch.caller.launch.settle import Steps
-from mlaunch.caller.launch.start import start_launch
-from mlaunch.caller.report.history import History
+from mlaunch.caller.launch.start import start_launch, with_restarts
+from mlaunch.caller.report.launch_report import History
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.cli.parser import UsageError
 from mlaunch.core import load

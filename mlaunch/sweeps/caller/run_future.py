@@ -18,7 +18,7 @@ from mlaunch.caller import interrupts
 from mlaunch.caller.launch.handle import LaunchHandle
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.output.live import LivePlace
+from mlaunch.caller.output.console import LivePlace
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.report.user_frames import raises_from_caller, without_ours
 from mlaunch.core import load

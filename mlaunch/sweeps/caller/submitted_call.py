@@ -20,13 +20,13 @@ from mlaunch.base.log import log
 from mlaunch.caller.launch.call import CallWork, flush_streams, tried
 from mlaunch.caller.launch.handle import LaunchHandle
 from mlaunch.caller.launch.plan import Attempt, context_of
-from mlaunch.caller.launch.restarts import with_restarts
 from mlaunch.caller.launch.settle import Ended, Steps
+from mlaunch.caller.launch.start import with_restarts
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.output.live import LivePlace
+from mlaunch.caller.output.console import LivePlace
 from mlaunch.caller.output.output_plan import OutputPlan, output_plan, place_of, with_directory
 from mlaunch.caller.report.launch_report import LaunchReport
-from mlaunch.caller.server.warm import warm_server
+from mlaunch.caller.server.warm_server import warm_server
 from mlaunch.core.load import CallerParts, room
 from mlaunch.core.records import Grant, Need
 from mlaunch.protocol.calls import Call

@@ -8,35 +8,49 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, TimeoutError  # of Python 3.10, a class of its own
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, overload
+from html import escape
+from typing import TYPE_CHECKING, Any, NoReturn, cast, overload
 
 from mlaunch.base.exceptions import hides_our_frames, misuse
 from mlaunch.base.fds import renewed
 from mlaunch.base.log import log
+from mlaunch.base.text import in_seconds, on_a_clock
 from mlaunch.caller import arguments, interrupts
 from mlaunch.caller.launch.settle import Ended, add_note
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.output.live import LivePlace, live_place
+from mlaunch.caller.output.console import LivePlace, live_place
 from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.report.user_frames import raises_from_caller, without_ours
 from mlaunch.core import load
 from mlaunch.protocol.calls import Call
-from mlaunch.sweeps.caller import sweep_table, trial_arguments
-from mlaunch.sweeps.caller.identity import canonical
 from mlaunch.sweeps.caller.launch_loop import loop
 from mlaunch.sweeps.caller.run_future import Run
 from mlaunch.sweeps.caller.submitted_call import surroundings_of
-from mlaunch.sweeps.caller.trial import Trial, TrialPlan, arguments_of
-from mlaunch.sweeps.caller.trial_file import Done, TrialFile, keys_of
+from mlaunch.sweeps.caller.trial import (
+    Trial,
+    TrialPlan,
+    arguments_of,
+    given_in_words,
+    given_names,
+    in_words,
+    labels,
+    varying_names,
+)
+from mlaunch.sweeps.caller.trial_file import Done, TrialFile, canonical, keys_of
 
 if TYPE_CHECKING:
     from mlaunch.display.caller.shared_area import SharedArea
+
+_OVER = ("returned", "failed", "cancelled")
+_SHOWN = 60  # rows, unless somebody asks for all
+_LONGEST = 80  # characters of an error or of values
 
 
 class Sweep(Sequence[Run]):
@@ -110,7 +124,7 @@ class Sweep(Sequence[Run]):
         self._wait(lambda: len(self._ended) == len(self._trials), until)
         if self._failed is not None and not self._plan.goes_on:
             self._raise_failure(until)
-        return [_outcome(trial) if self._plan.goes_on else trial.result() for trial in self._trials]
+        return [_value_or_error(trial) if self._plan.goes_on else trial.result() for trial in self._trials]
 
     @raises_from_caller
     def cancel(self) -> None:
@@ -162,20 +176,20 @@ class Sweep(Sequence[Run]):
         ``values``, of all ranks, with ``value``, rank 0's (a dict gives a column for each of its keys), or ``error``.
         A key that an argument has already gets "_" appended.
         """
-        return [sweep_table.row(trial) for trial in self._trials]
+        return [_row(trial) for trial in self._trials]
 
     def table(self) -> str:
         """Return the rows as a table, without the arguments that are the same in all."""
-        return sweep_table.text(self._trials)
+        return _text(self._trials)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("only the process that began this sweep can wait for it: pass its results")
 
     def __repr__(self) -> str:
-        return sweep_table.text(self._trials, sweep_table.SHOWN)
+        return _text(self._trials, _SHOWN)
 
     def _repr_html_(self) -> str:
-        return sweep_table.html(self._trials, sweep_table.SHOWN)
+        return _html(self._trials, _SHOWN)
 
     def begin(self) -> None:
         """Begin all that is not done in the file. Errors as of ``TrialFile``."""
@@ -210,7 +224,7 @@ class Sweep(Sequence[Run]):
             self._keep(trial, how.values)
             return
         if error is not None:
-            given = trial_arguments.given_in_words(trial.given)
+            given = given_in_words(trial.given)
             add_note(error, f"of the trial {trial.name.removesuffix('()')}({given})")
         if self._failed is None:
             self._failed = trial
@@ -250,7 +264,7 @@ class Sweep(Sequence[Run]):
                 self._changed.notify_all()
 
     def _total(self) -> str:
-        return sweep_table.in_one_line(self._plan.name.rpartition(".")[2], self._trials, time.monotonic() - self._begun)
+        return _in_one_line(self._plan.name.rpartition(".")[2], self._trials, time.monotonic() - self._begun)
 
     def _raise_failure(self, until: float) -> None:
         """Raise the first failure, when the processes of all others are gone."""
@@ -302,10 +316,10 @@ class SweepPlan:
         return sweep
 
     def trials(self, calls: Sequence[Call], sweep: Sweep) -> list[Trial]:
-        given = [trial_arguments.given_names(self.function, len(self.bound), call.args, call.kwargs) for call in calls]
+        given = [given_names(self.function, len(self.bound), call.args, call.kwargs) for call in calls]
         keys = keys_of("" if self.file is None else canonical(arguments_of(call)) for call in calls)
         name, around = f"{self.name}()", surroundings_of(self.options)
-        plans = zip(calls, given, trial_arguments.labels(given), keys, strict=True)
+        plans = zip(calls, given, labels(given), keys, strict=True)
         return [
             Trial(TrialPlan(name, self.options, call, known, label, self.keep_report, around, key, number), sweep)
             for number, (call, known, label, key) in enumerate(plans)
@@ -316,5 +330,122 @@ def _moment(timeout: float | None) -> float:
     return math.inf if timeout is None else time.monotonic() + timeout
 
 
-def _outcome(trial: Trial) -> Any:
+def _value_or_error(trial: Trial) -> Any:
     return CancelledError() if trial.cancelled() else trial.exception() or trial.result()
+
+
+# Its rows, and their table
+
+
+def _row(trial: Trial) -> dict[str, Any]:
+    """Return a trial's arguments, defaults included, and its outcome: as "state_" if an argument is named "state".
+
+    What was reported and what rank 0 returned have columns of their own, to compute with.
+    """
+    found, outcome = dict(trial.arguments), _outcome(trial)
+    last = {name: outcome.pop(name) for name in ("values", "error") if name in outcome}
+    reported = outcome.pop("reported", {})
+    for columns in (outcome, reported, _of_rank0(last.get("values")), last):
+        for name, value in columns.items():
+            free = name
+            while free in found:
+                free += "_"
+            found[free] = value
+    return found
+
+
+def _of_rank0(values: Sequence[Any] | None) -> dict[str, Any]:
+    """Return what rank 0 has returned as ``value``, or as a column for each of its keys."""
+    if not values:
+        return {}
+    named = isinstance(values[0], dict) and all(isinstance(name, str) for name in values[0])
+    return {name: _number(value) for name, value in (values[0] if named else {"value": values[0]}).items()}
+
+
+def _number(value: Any) -> Any:
+    """Return the number in a tensor of no dimension; anything else as it is."""
+    torch = sys.modules.get("torch")
+    return value.item() if torch is not None and isinstance(value, torch.Tensor) and value.dim() == 0 else value
+
+
+def _reason(error: BaseException) -> str:
+    """Return in one line why a trial failed; if it hung, first who held it up."""
+    first, *others = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    kept = [line for line in others if line != "meanwhile:"]
+    if kept and "had not returned" in first:
+        first = f"{kept[0]}; {first}"
+    return f"{type(error).__name__}: {first}"
+
+
+def _outcome(trial: Trial) -> dict[str, Any]:
+    found: dict[str, Any] = {"state": trial.state}
+    if trial.seconds is not None:
+        found["seconds"] = trial.seconds
+    if trial.latest is not None:
+        found["reported"] = {"step": trial.latest.step, **trial.latest.values}
+    if trial.state == "returned":
+        found["values"] = trial.result()
+    elif trial.state == "failed":
+        found["error"] = _reason(cast("BaseException", trial.exception()))
+    return found
+
+
+def _text(trials: Sequence[Trial], most: int | None = None) -> str:
+    """Return the rows as text; if there are more than ``most``, the first ones and how many more there are."""
+    lines = _cells(trials[:most])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    drawn = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+    return "\n".join([*drawn, *_more(trials, most)])
+
+
+def _html(trials: Sequence[Trial], most: int | None = None) -> str:
+    """Return the same for a notebook."""
+    head, *lines = _cells(trials[:most])
+    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>" for line in lines)
+    below = "".join(f"<p>{escape(line)}</p>" for line in _more(trials, most))
+    return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>{below}"
+
+
+def _in_one_line(name: str, trials: Sequence[Trial], seconds: float) -> str:
+    """Return how far a sweep is: "train: 6 of 12 done (1 of them failed), 4 running, 2 waiting  0:35"."""
+    counts = Counter(trial.state for trial in trials)
+    done = sum(counts[state] for state in _OVER)
+    bad = ", ".join(f"{counts[state]} {state}" for state in _OVER[1:] if counts[state])
+    of_them = f" ({bad.replace(' ', ' of them ', 1)})" if bad else ""
+    others = "".join(f", {counts[state]} {state}" for state in ("starting", "running", "waiting") if counts[state])
+    return f"{name}: {done} of {len(trials)} done{of_them}{others}  {on_a_clock(seconds)}"
+
+
+def _more(trials: Sequence[Trial], most: int | None) -> list[str]:
+    left = 0 if most is None else len(trials) - most
+    return [f"and {left} more: table() has all"] if left > 0 else []
+
+
+def _cells(trials: Sequence[Trial]) -> list[list[str]]:
+    """Return the names of columns, then a line for each trial: arguments that differ between trials, and outcome."""
+    given = [{name: in_words(value) for name, value in trial.given.items()} for trial in trials]
+    found = [{name: _told(value) for name, value in _outcome(trial).items()} for trial in trials]
+    arguments = varying_names(given)
+    ours = [name for name in ("state", "seconds", "reported", "values", "error") if any(name in one for one in found)]
+    lines = [
+        [*(one.get(name, "") for name in arguments), *(other.get(name, "") for name in ours)]
+        for one, other in zip(given, found, strict=True)
+    ]
+    return [[*arguments, *ours], *lines]
+
+
+def _told(value: object) -> str:
+    if isinstance(value, float):
+        return in_seconds(value)
+    parts: Iterable[str] = [str(value)]
+    if isinstance(value, list):
+        parts = map(_in_short, value)
+    elif isinstance(value, dict):
+        parts = (f"{name}={_in_short(part)}" for name, part in value.items())
+    said = ", ".join(parts)
+    return said if len(said) <= _LONGEST else f"{said[: _LONGEST - 3]}..."
+
+
+def _in_short(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else in_words(value)

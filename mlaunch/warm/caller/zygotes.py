@@ -32,8 +32,7 @@ from mlaunch.base.peer_process import (
 )
 from mlaunch.base.unfollowed import not_followed
 from mlaunch.caller import interrupts
-from mlaunch.caller.server.attachments import in_memfds
-from mlaunch.caller.server.fork_server import ForkServer
+from mlaunch.caller.server.fork_server import ForkServer, in_memfds
 from mlaunch.caller.server.start_server import Interpreter, with_huge_heap
 from mlaunch.protocol import registry, settings, token
 from mlaunch.protocol.channel import Channel

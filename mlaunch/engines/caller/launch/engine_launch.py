@@ -17,16 +17,15 @@ from mlaunch.base.text import ranges
 from mlaunch.caller.launch.call import flush_streams, with_parts
 from mlaunch.caller.launch.handle import LaunchHandle
 from mlaunch.caller.launch.plan import Attempt, spec_of
-from mlaunch.caller.launch.restarts import with_restarts
 from mlaunch.caller.launch.settle import Ended, Steps
-from mlaunch.caller.launch.start import name_culprit
+from mlaunch.caller.launch.start import name_culprit, with_restarts
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.output_plan import OutputPlan, output_plan, with_directory
 from mlaunch.caller.output.relay import Relay
 from mlaunch.caller.report import notebook
-from mlaunch.caller.report.history import History
-from mlaunch.caller.server.attachments import in_memfds
-from mlaunch.caller.warn import warn_caller
+from mlaunch.caller.report.launch_report import History
+from mlaunch.caller.report.user_frames import warn_caller
+from mlaunch.caller.server.fork_server import in_memfds
 from mlaunch.core import load
 from mlaunch.core.load import CallerParts
 from mlaunch.engines.caller.launch.agents_of_machines import MergedAgent, Patience

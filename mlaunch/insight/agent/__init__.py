@@ -1,5 +1,0 @@
-"""Answers about a launch's ranks."""
-
-from mlaunch.insight.agent.inspector import Inspector
-
-part = Inspector
