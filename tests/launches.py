@@ -655,7 +655,7 @@ def parts_of_a_launch() -> set[type]:
         "caller.launch.handle": "LaunchHandle",
         "caller.launch.outcome": "Outcome",
         "caller.output.relay": "Relay",
-        "caller.report.history": "History",
+        "caller.report.launch_report": "History",
         "protocol.channel": "Channel",
         "protocol.spec": "LaunchSpec",
     }

@@ -332,7 +332,7 @@ def test_each_launch_has_a_device_that_no_other_has(caller: Runner, tmp_path: Pa
     assert sorted(caller(both_at_once, tmp_path)) == [["toy:0 0"], ["toy:1 1"]]
     with pytest.raises(ValueError, match=r"devices=\[1, 2\]: \[2\] do not exist"):
         caller(on_leased, [1, 2])
-    with pytest.raises(ValueError, match="concurrent=2 on toy devices: their leases say how many"):
+    with pytest.raises(ValueError, match="concurrent=2 on toy devices: the number of devices limits how many"):
         caller(on_leased, None)
 
 

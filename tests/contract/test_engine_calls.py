@@ -869,7 +869,7 @@ def test_heartbeats_are_sent(engine: Threads) -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"machines": 2}, "machines=2 without engine=: nobody is there"),
+    ({"machines": 2}, "machines=2 without engine=: only an engine"),
     ({"engine": Threads(), "world_size": 4}, "world_size=4 with engine=: allowed: None"),
     ({"engine": Threads(), "output": "raw"}, "output='raw' with engine=: ranks elsewhere have no stream"),
 ]

@@ -55,7 +55,9 @@ def test_more_ranks_than_cpus_are_told_of_once(
     train = launcher(os.getpid, n_gpus=2, device_type="cpu", lease=True)
     assert len({*train(), *train()}) == 4
     train.options(concurrent=1)()
-    assert caplog.messages == ["a lease for 2 ranks on 1 CPU: they take the only place, and share the CPUs"]
+    assert caplog.messages == [
+        "a lease for 2 ranks on 1 CPU: only one such launch runs at a time, and its ranks share the CPUs"
+    ]
 
 
 def fds_of_leases() -> list[tuple[list[str], list[str], bool]]:

@@ -312,7 +312,7 @@ def loses_its_tracker() -> str:
 def test_files_that_nobody_is_left_to_remove_are_told(capfd: pytest.CaptureFixture[str]) -> None:
     [name] = launcher(loses_its_tracker, 1)()
     os.unlink(f"/dev/shm/{name}")
-    words = rf"mlaunch: nobody is left to remove /dev/shm/{name} on host \S+, 4.9 KiB of memory that came during loses_"
+    words = rf"mlaunch: nobody is left to remove /dev/shm/{name} on host \S+: 4.9 KiB of memory, which loses_"
     assert re.search(words, capfd.readouterr().err)
 
 

@@ -204,7 +204,7 @@ def test_a_second_process_group() -> None:
 
     with pytest.raises(ValueError, match="default process group twice") as caught:
         launcher(train, 2)()
-    hint = "ranks are in a process group before the function begins: leave init_process_group out of it"
+    hint = "mlaunch puts each rank into a process group before it calls the function: remove the call of"
     assert caught.value.__notes__[-1].startswith(hint)
     assert isinstance(caught.value.__cause__, LaunchError)
     assert f"\n  {hint}" in str(caught.value.__cause__)

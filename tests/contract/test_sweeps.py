@@ -207,7 +207,9 @@ def in_a_fork(runs: Sweep, folder: Path) -> bool:
     own = launcher(int, n_gpus=1, concurrent=1).submit(7)
     gc.collect()
     for refused in (runs.results, runs.cancel, runs.retry, runs[0].result, runs[1].cancel, runs[1].stop):
-        with pytest.raises(RuntimeError, match=f"by process {os.getppid()}, of which this one is a fork: ask there"):
+        with pytest.raises(
+            RuntimeError, match=f"by process {os.getppid()}, of which this one is a fork: call it there"
+        ):
             refused()
     (folder / "refused").touch()
     return runs[0].state == "running" and own.result(120) == [7]
@@ -321,7 +323,7 @@ def test_a_cancelled_trial_lets_the_next_begin(tmp_path: Path) -> None:
 
 
 def test_a_wrong_sweep_is_raised_where_it_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"grid\(y=\[\]\): a grid of nothing"):
+    with pytest.raises(ValueError, match=r"grid\(y=\[\]\): there is nothing to combine"):
         times.grid(x=[1], y=[])
     with pytest.raises(TypeError, match=r"grid\(x='adam'\): allowed: the values to try, x=\['adam'\]"):
         times.grid(x="adam")

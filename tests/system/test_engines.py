@@ -88,7 +88,7 @@ def test_the_exception_of_the_rank_that_failed_first(held: Rig, size: int) -> No
     assert others
     # Ranks on another machine may have seen that their peer has ended before they were stopped.
     call = r"in (barrier|a failed call of torch\.distributed) at engine_caller\.py:\d+"
-    left = "running the function, at its very beginning or end|reporting an exception.*"
+    left = "running the function, before its first line or after its last|reporting an exception.*"
     place = rf"(was|were) ({call}|{left})"
     words = rf"ranks? [-\d, ]+ ({place}|raised RuntimeError: .*)"
     assert all(re.fullmatch(words, line) for line in others), found["report"]

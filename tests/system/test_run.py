@@ -159,7 +159,7 @@ def test_how_it_ends(tmp_path: Path, how: str, status: int, words: str) -> None:
         assert re.fullmatch(r"  host \S+, pid \d+, while running the command", lines[said + 1])
         # A rank that ends closes its connections first, so another may already be on the way of telling of that.
         places = "barrier" if how == "raise" else r"(barrier|a failed call of torch\.distributed|<module>)"
-        leaving = "was running the command, at its very beginning or end"  # its error is out of the script
+        leaving = "was running the command, before its first line or after its last"  # its error is out of the script
         told_already = "" if how == "raise" else f"|{leaving}|was reporting an .*|raised RuntimeError: .*"
         assert re.fullmatch(f"  rank 0 (was in {places} at train\\.py:\\d+{told_already})", lines[-1])
     else:
@@ -359,7 +359,7 @@ def test_attempts_that_come_no_further(tmp_path: Path) -> None:
     assert done.returncode == 93, done.stderr
     said = [line for line in done.stderr.splitlines() if line.startswith("mlaunch: train.py ")]
     assert len(said) == 3
-    stuck = "train.py is not started again: two attempts in a row have not come beyond step 20, by mlaunch.report"
+    stuck = "train.py is not started again: two attempts in a row have not got beyond step 20 of mlaunch.report"
     assert said[2] == f"mlaunch: {stuck}"
     why = json.loads((tmp_path / "why.json").read_text())
     schema.check(why, "failure")

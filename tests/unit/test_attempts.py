@@ -53,7 +53,7 @@ def test_servers_that_are_gone_before_anything_ran() -> None:
     assert carry_out(tried(functools.partial(attempt, TRIES - 1))) == TRIES
     tries = 0
     with pytest.raises(
-        LaunchError, match=r"by SIGKILL; 2 others before it met the same end\. Look for what kills them"
+        LaunchError, match=r"by SIGKILL; 2 others before it ended in the same way\. Look for what kills them"
     ):
         carry_out(tried(functools.partial(attempt, TRIES)))
 
@@ -103,14 +103,14 @@ def test_what_a_restart_does_not_mend() -> None:
     told, error = errors_of_attempts(lacks_module(3), lacks_module(3), failed("never"))
     assert "is started again" in told[0]
     assert told[1] == (
-        "train() is not started again: two attempts in a row have ended so, and a third would: raised ImportError: no "
-        "such thing (train.py:3)"
+        "train() is not started again: two attempts in a row have failed in the same way, and a third would too: "
+        "raised ImportError: no such thing (train.py:3)"
     )
     assert (len(told), error.kind) == (2, "no_progress")
     told, error = errors_of_attempts(*(failed("exited with code 2", exitcode=2) for _ in range(3)))
-    assert "have ended so, and a third would: exited with code 2" in told[-1]
+    assert "have failed in the same way, and a third would too: exited with code 2" in told[-1]
     told, error = errors_of_attempts(*(failed("raised ValueError", step) for step in (7, 5, None, 9)))
-    assert told[-1].endswith("two attempts in a row have not come beyond step 7, by mlaunch.report")
+    assert told[-1].endswith("two attempts in a row have not got beyond step 7 of mlaunch.report")
     assert (len(told), error.kind) == (3, "no_progress")
     _, error = errors_of_attempts(failed("raised ValueError", 7), failed("raised ValueError", 7), failed("died", 7))
     assert error.kind == "no_progress"  # also of the last one that there may be

@@ -51,7 +51,9 @@ def test_an_agent_that_is_killed_before_it_has_begun_anything_is_replaced(
     if killed == 2:
         assert launcher(total, 2)() == [2, 2]
         return
-    words = r"the agent was killed by SIGKILL before it could start .*total\(\); 2 others before it met the same end"
+    words = (
+        r"the agent was killed by SIGKILL before it could start .*total\(\); 2 others before it ended in the same way"
+    )
     with pytest.raises(LaunchError, match=words):
         launcher(total, 2)()
 

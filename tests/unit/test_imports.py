@@ -57,7 +57,7 @@ def test_a_package_counts_from_its_outermost_module(
     for _ in range(3):
         call.tell_imports("train()", board)
     assert capfd.readouterr().err == (
-        "mlaunch: train() imports big anew in the ranks of each call, 4.1 s in this one; to import it once: "
+        "mlaunch: train() imports big again in the ranks of each call, 4.1 s in this one; to import it once: "
         "mlaunch.warm_up(preload=['big']) before the first call, provided that it starts no thread and uses no device\n"
     )
 

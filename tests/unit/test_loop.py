@@ -103,7 +103,6 @@ INSIDE = {
     "mlaunch.profile.rank": "test_steps_that_the_function_counts",
     "mlaunch.profile.wire": "test_steps_that_the_function_counts",
     "mlaunch.caller.options.option_fields": "test_every_option_is_in_help_and_on_the_page",
-    "mlaunch.caller.report.failure_text": "test_a_killed_ranks_peak_memory_is_told",
     "mlaunch.compat.caller.detectron2": "test_launch",
     "mlaunch.caller.output.log_files": "test_files",
     "mlaunch.display.caller.timeline": "test_the_report_of_a_call",
@@ -125,7 +124,6 @@ INSIDE = {
     "mlaunch.insight.command": "test_the_command_alone_lists_its_commands",
     "mlaunch.insight.caller.stacks_of_ranks": "test_each_trial_has_machines_of_its_own",
     "mlaunch.sweeps.caller.run_future": "test_futures_of_launches",
-    "mlaunch.sweeps.caller": "test_a_map_and_a_grid",
     "mlaunch.sweeps.caller.sweep": "test_a_map_and_a_grid",
     "mlaunch.sweeps.caller.trial": "test_a_map_and_a_grid",
     "mlaunch.engines.caller.engine": "test_other_mistakes",
@@ -180,7 +178,6 @@ INSIDE = {
 # is tried by test_lacking_torch_parts.py, in processes from which its names are taken.
 FRESH = {"mlaunch.engines.member.main", "mlaunch.warm.caller.zygotes", "mlaunch.warm.wire.zygote_messages"}
 FRESH |= {"mlaunch.debug.rank.visit"}
-FRESH |= {"mlaunch.leases.caller"}  # with a library of its own in place of the driver's
 FRESH |= {"mlaunch.profile.member"}  # of a profile on machines: torch's profiler alone takes seconds to import
 FRESH |= {"mlaunch.torch_parts.lacking", "mlaunch.warm.server.zygote"}
 

@@ -56,7 +56,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"max_preemptions": 1},
         ValueError,
-        "max_preemptions=1 without engine=: nobody is there who would place the",
+        "max_preemptions=1 without engine=: only an engine starts a call again",
     ),
     ({"numa": 0}, ValueError, "numa=0: allowed: 'node', 'socket', 'exclusive', 'core-complex', None, or CPUs of each"),
     (

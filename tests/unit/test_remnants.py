@@ -19,8 +19,6 @@ from mlaunch.caller.launch.call import acquired
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.core.load import CallerParts
 from mlaunch.core.records import Grant
-from mlaunch.leases.caller import remnants
-from mlaunch.core.records import Grant
 from mlaunch.leases import caller as leases
 from mlaunch.leases.caller.acquisition import standing
 from mlaunch.protocol.server_messages import Ready

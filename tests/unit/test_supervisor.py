@@ -195,7 +195,7 @@ def test_a_list_of_values_lacks_none(late: bool) -> None:
     ended = settle(outcome, lambda: None)  # type: ignore[arg-type, return-value]
     with pytest.raises(LaunchTimeout if late else LaunchError, match=how) as caught:
         ended.result()
-    assert str(caught.value) == f"train() {how}, and the value has not come of rank 1"
+    assert str(caught.value) == f"train() {how}, and no value has come from rank 1"
     assert caught.value.results == {0: 0, 2: 2}
 
 

@@ -145,19 +145,19 @@ HEAD = b'{"kind": "mlaunch sweep", "function": "tests.unit.test_trial_file.train
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"my notes", "it is not a file of a sweep"),
-        (b"my\nnotes\n", "line 1 is not of a sweep"),
+        (b"my notes", "it is not a sweep's file"),
+        (b"my\nnotes\n", "line 1 was not written by a sweep"),
         (
             b'{"kind": "mlaunch sweep", "function": "a.train", "source": ""}\n',
-            "it is of a.train, not of tests",
+            "it belongs to a.train, not to tests",
         ),
         (
             HEAD + b'{"argu\n{}\n',
-            "line 2 is not of a sweep",
+            "line 2 was not written by a sweep",
         ),
         (
             HEAD + b'{"arguments": "1"}\n',
-            "line 2 is not of a",
+            "line 2 was not written by a",
         ),
     ],
 )

@@ -159,7 +159,7 @@ def test_the_package_itself_has_what_is_asked() -> None:
 def test_a_table_needs_a_terminal_and_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ps", "--watch"]) == 1
     said = capsys.readouterr().err
-    assert said == "mlaunch: ps --watch needs a terminal, and stdout is none; a program takes mlaunch ps --json\n"
+    assert said == "mlaunch: ps --watch needs a terminal, and stdout is not one; a program can read mlaunch ps --json\n"
     with pytest.raises(RuntimeError, match=r"train\.watch\(\) needs a notebook, or a terminal as stderr; train\.why"):
         watching.watch_calls("train", CallLog())
     monkeypatch.setitem(sys.modules, "rich.console", None)

@@ -230,7 +230,7 @@ def test_frames_of_ours_are_nowhere_a_rank_was(ours: str) -> None:
     assert in_words(frames) == ""
     text = "".join(f'  File "{file}", line {line} in {name}\n' for file, line, name in frames)
     (told,) = summarise([RankStacks(0, Phase.RUNNING, "S", f"Current thread (most recent call first):\n{text}")])
-    assert told == "rank 0 was running the function, at its very beginning or end"
+    assert told == "rank 0 was running the function, before its first line or after its last"
     assert "running the function" in view_of({"rank": 0, "state": "running the function", "frames": frames}).doing
 
 
@@ -260,7 +260,7 @@ def test_a_rank_that_is_not_running_is_told_by_its_phase() -> None:
     assert summarise(dumps) == [
         "rank 0 was joining the process group",
         "rank 1 was running the function and did not show its stack",
-        "ranks 2-4 were running the function, at its very beginning or end",
+        "ranks 2-4 were running the function, before its first line or after its last",
     ]
 
 

@@ -176,8 +176,8 @@ def tried(attempt: Callable[[], Steps]) -> Steps:
         except ServerGoneError as error:
             if not left:
                 raise LaunchError(
-                    f"{error}; {TRIES - 1} others before it met the same end. Look for what kills them: the kernel, "
-                    f"for want of memory (dmesg), or a limit of this machine"
+                    f"{error}; {TRIES - 1} others before it ended in the same way. Look for what kills them: the "
+                    f"kernel, if memory was short (dmesg), or a limit of this machine"
                 ) from error
 
 
@@ -270,7 +270,7 @@ def tell_imports(name: str, board: Board | None) -> None:
     if _imports[package] == _TOLD_AT:
         console = Console()
         console.say(
-            f"{name} imports {package} anew in the ranks of each call, {seconds} s in this one; to import it once: "
+            f"{name} imports {package} again in the ranks of each call, {seconds} s in this one; to import it once: "
             f"mlaunch.warm_up(preload=[{package!r}]) before the first call, provided that it starts no thread and uses "
             f"no device"
         )

@@ -415,7 +415,7 @@ def _words_on(name: str, record: AgentSays) -> str:
     if isinstance(record, NamesLeft):
         shown = ", ".join(record.paths[:_NAMES]) + (", ..." if record.paths[_NAMES:] else "")
         return (
-            f"nobody is left to remove {shown} on host {record.host}, {in_bytes(record.size)} of memory that came "
-            f"during {name} and that no process uses any more"
+            f"nobody is left to remove {shown} on host {record.host}: {in_bytes(record.size)} of memory, which "
+            f"{name} has left there and no process uses any more"
         )
     return f"{name} waits for its other machines, {record.text}" if isinstance(record, Waiting) else ""

@@ -110,10 +110,10 @@ def _lacking(outcome: Outcome) -> list[int]:
 
 
 def _lacks_values(outcome: Outcome, ranks: Sequence[int]) -> LaunchError:
-    spec, has = outcome.spec, "values have" if len(ranks) > 1 else "value has"
+    spec = outcome.spec
     what = f"did not finish within its deadline of {spec.call.deadline:g} s" if outcome.late else "has ended"
     kind = LaunchTimeout if outcome.late else LaunchError
-    text = f"{spec.call.name} {what}, and the {has} not come of {name_ranks(ranks)}"
+    text = f"{spec.call.name} {what}, and no value has come from {name_ranks(ranks)}"
     return _error(outcome, kind, text, "" if outcome.late else "lost")
 
 
@@ -241,8 +241,8 @@ def _with_results(outcome: Outcome, interrupt: BaseException) -> BaseException:
     if len(outcome.values) == outcome.spec.local_world_size:
         with contextlib.suppress(AttributeError):  # a class with slots, raised by another signal's handler
             interrupt.results = _results(outcome)  # type: ignore[attr-defined]  # as LaunchError has them
-            text = f"all ranks of {outcome.spec.call.name} had returned their values: the exception's .results, by rank"
-            add_note(interrupt, text)
+            add_note(interrupt, f"all ranks of {outcome.spec.call.name} had returned their values: they are in the "
+                                f"exception's .results, by rank")  # fmt: skip
     return interrupt
 
 

@@ -234,7 +234,7 @@ class Course:
         mistake = f"{cause.what}{_line_of(report)}" if of_import or cause.exitcode == _MISUSE else ""
         before, self._mistake = self._mistake, mistake
         return (
-            f"two attempts in a row have ended so, and a third would: {mistake}"
+            f"two attempts in a row have failed in the same way, and a third would too: {mistake}"
             if mistake and mistake == before
             else ""
         )
@@ -247,7 +247,7 @@ class Course:
             self._stuck += 1
         if self._stuck < _MOST_STUCK:
             return ""
-        return f"two attempts in a row have not come beyond step {self._best:g}, by mlaunch.report"
+        return f"two attempts in a row have not got beyond step {self._best:g} of mlaunch.report"
 
 
 def again(name: str, restart_count: int, max_restarts: int, error: BaseException | None) -> str:

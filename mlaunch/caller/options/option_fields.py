@@ -94,8 +94,8 @@ def _check_log_dir(given: Mapping[str, Any]) -> None:
         not isinstance(given["log_dir"], str | os.PathLike) or given["output"] == "raw"
     ):
         raise ValueError(
-            f"log_dir={given['log_dir']!r} with output={given['output']!r}: allowed: a path, unless output='raw' "
-            f"leaves their streams to the ranks"
+            f"log_dir={given['log_dir']!r} with output={given['output']!r}: allowed: a path; with "
+            f"output='raw' ranks write to the streams of this process themselves"
         )
 
 
@@ -124,18 +124,18 @@ def _check_ranks(given: Mapping[str, Any]) -> None:
 def _check_engine(given: Mapping[str, Any]) -> None:
     if given["engine"] is None and given["machines"] is not None:
         raise ValueError(
-            f"machines={given['machines']} without engine=: nobody is there to place ranks on other machines; give "
+            f"machines={given['machines']} without engine=: only an engine places ranks on other machines; give "
             f"one of mlaunch.engines, or start the script on each machine with world_size= and rank_start="
         )
     if given["engine"] is None and given["max_preemptions"]:
-        raise ValueError(f"max_preemptions={given['max_preemptions']} without engine=: nobody is there who would place "
-                         f"the ranks on other machines; allowed: 0")  # fmt: skip
+        raise ValueError(f"max_preemptions={given['max_preemptions']} without engine=: only an engine starts a call "
+                         f"again on other machines; allowed: 0")  # fmt: skip
     others = {"world_size": None, "rank_start": 0, "ranks": None, "start_method": "forkserver"}
     for name, usual in others.items() if given["engine"] is not None else ():
         if given[name] != usual:
             raise ValueError(f"{name}={given[name]!r} with engine=: allowed: {usual!r}")
     if given["engine"] is not None and given["output"] == "raw":
-        raise ValueError("output='raw' with engine=: ranks elsewhere have no stream of this process; allowed: "
+        raise ValueError("output='raw' with engine=: ranks on other machines have no streams of this process; allowed: "
                          "'all', 'rank0', 'none'")  # fmt: skip
 
 
@@ -150,7 +150,7 @@ def _check_debug(given: Mapping[str, Any]) -> None:
     size = given["n_gpus"] or (None if given["devices"] is None else len(given["devices"]))
     if given["debug"] and given["world_size"] not in {None, size}:
         raise ValueError(
-            f"world_size={given['world_size']} with debug={given['debug']!r}: allowed: ranks on this machine alone"
+            f"world_size={given['world_size']} with debug={given['debug']!r}: allowed: ranks on this machine only"
         )
 
 
@@ -190,6 +190,6 @@ def _check_lease(given: Mapping[str, Any]) -> None:
     size = given["n_gpus"] or (None if given["devices"] is None else len(given["devices"]))
     if given["rank_start"] > 0 or (given["world_size"] is not None and given["world_size"] != size):
         raise ValueError(
-            f"world_size={given['world_size']} with a lease ({why}): two launches that each wait on one machine for "
-            f"what the other has on another would wait for ever; allowed: launches on one machine"
+            f"world_size={given['world_size']} with a lease ({why}): two launches could each have devices of one "
+            f"machine, and wait for ever for those that the other has; allowed: launches on one machine"
         )

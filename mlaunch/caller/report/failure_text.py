@@ -120,7 +120,7 @@ def doing_of(dump: RankStacks) -> str:
     # Or it ends, or raises through our frames.
     begins = is_ranks_own(frames[-1][0]) if frames else is_whole_stack(dump.text)
     if begins and users_place(frames) is None:
-        return f"{dump.phase.value}, at its very beginning or end"
+        return f"{dump.phase.value}, before its first line or after its last"
     if not frames:
         return f"{dump.phase.value} and did not show its stack" + (
             f" ({STATES[dump.state]})" if dump.state in STATES else ""
@@ -248,8 +248,9 @@ _HINTS = {
     _NO_MODULE: "ranks look for modules on the sys.path that the caller has when they start, with the caller's "
     "interpreter: put the module's directory on sys.path before, or install the module into this environment (on other "
     "machines, there)",
-    "trying to initialize the default process group twice": "ranks are in a process group before the function begins: "
-    "leave init_process_group out of it; a backend or timeout of your own is an option of launcher",
+    "trying to initialize the default process group twice": "mlaunch puts each rank into a process "
+    "group before it calls the function: remove the call of init_process_group, and give backend= or timeout= to "
+    "launcher for others than the defaults",
     "raised RuntimeError: can't start new thread": _NO_THREADS,
     "raised RuntimeError: Resource temporarily unavailable": _NO_THREADS,  # of C++, by pybind
     "raised BlockingIOError: [Errno 11] Resource temporarily unavailable": _NO_THREADS,

@@ -42,7 +42,7 @@ def watch_all(every: float, nothing: Callable[[], str]) -> None:
         ImportError: Without rich (extra: watch).
     """
     if not sys.stdout.isatty():
-        raise OSError("ps --watch needs a terminal, and stdout is none; a program takes mlaunch ps --json")
+        raise OSError("ps --watch needs a terminal, and stdout is not one; a program can read mlaunch ps --json")
     drawing = load.room("display", "caller", "mlaunch ps --watch")
     if drawing.is_piped(2):
         raise OSError("ps --watch draws on the whole terminal, and so may the program that reads its stderr: send that "
@@ -111,7 +111,7 @@ def _place_for(who: str) -> Area:
         return found
     if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         raise RuntimeError(f"{who} needs a notebook, or a terminal as stderr; {who.removesuffix('watch()')}why() and "
-                           f"mlaunch ps tell in text")  # fmt: skip
+                           f"mlaunch ps show it as text")  # fmt: skip
     if drawing.is_piped(1):
         raise RuntimeError(f"{who} draws on the terminal, and so may the program that reads stdout (| less): send that "
                            f"to a file, or ask {who.removesuffix('watch()')}why()")  # fmt: skip

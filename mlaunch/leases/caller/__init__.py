@@ -129,8 +129,8 @@ def _wanted(
         return None, [f"{_PLACE} {number}" for number in range(places)], 1
     if options.concurrent is not None:
         raise ValueError(
-            f"concurrent={options.concurrent} on {kind} devices: their leases say how many launches run at a time; "
-            f"allowed: None, or device_type='cpu'"
+            f"concurrent={options.concurrent} on {kind} devices: the number of devices limits how many launches "
+            f"run at a time; allowed: None, or device_type='cpu'"
         )
     if options.lease == "idle":
         _check_hint(kind, server)
@@ -149,7 +149,7 @@ def _wanted(
 def _warn_of_cpus(size: int, cpus: int) -> None:
     if size > cpus:
         log.warning(
-            "a lease for %d ranks on %d CPU%s: they take the only place, and share the CPUs",
+            "a lease for %d ranks on %d CPU%s: only one such launch runs at a time, and its ranks share the CPUs",
             size, cpus, "s" * (cpus > 1),
         )  # fmt: skip
 

@@ -247,7 +247,9 @@ class RunCourse:
     def check_process(self) -> None:
         """Raise RuntimeError in a fork of the process that has submitted it: the fork gets no more of it."""
         if self.pid != os.getpid():
-            raise RuntimeError(f"this run was submitted by process {self.pid}, of which this one is a fork: ask there")
+            raise RuntimeError(
+                f"this run was submitted by process {self.pid}, of which this one is a fork: call it there"
+            )
 
     def in_callback(self) -> bool:
         """True in a callback, which the thread that drives runs."""

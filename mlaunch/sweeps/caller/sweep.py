@@ -166,7 +166,7 @@ class Sweep(Sequence[Run]):
     def _check_process(self) -> None:
         if self._pid != os.getpid():
             raise misuse(
-                RuntimeError(f"this sweep was begun by process {self._pid}, of which this one is a fork: ask there")
+                RuntimeError(f"this sweep was begun by process {self._pid}, of which this one is a fork: call it there")
             )
 
     def rows(self) -> list[dict[str, Any]]:
@@ -237,7 +237,7 @@ class Sweep(Sequence[Run]):
             if self._plan.file is not None:
                 self._plan.file.add(trial.key, values, trial.seconds)
         except Exception as error:  # a full disk; what a __reduce__ may raise
-            log.warning("%s is not in the file of its sweep, and would be run again: %s", trial.label, error)
+            log.warning("%s could not be written to the file of its sweep, and would run again: %s", trial.label, error)
 
     def _shared(self, place: LivePlace | None) -> SharedArea | None:
         """Return a place for lines of all trials, if this process has one."""

@@ -42,8 +42,8 @@ def combinations(values: Mapping[str, Iterable[Any]]) -> list[dict[str, Any]]:
     lists = {name: _listed(name, some) for name, some in values.items()}
     empty = [name for name, some in lists.items() if not some]
     if not lists or empty:
-        raise misuse(ValueError(f"grid({empty[0] + '=[]' if empty else ''}): a grid of nothing; allowed: at least one "
-                                f"value for each argument, lr=[0.1, 0.01]"))  # fmt: skip
+        raise misuse(ValueError(f"grid({empty[0] + '=[]' if empty else ''}): there is nothing to combine; "
+                                f"allowed: at least one value for each argument, lr=[0.1, 0.01]"))  # fmt: skip
     return [dict(zip(lists, some, strict=True)) for some in itertools.product(*lists.values())]
 
 

@@ -145,7 +145,7 @@ class TrialFile:
             whole, end, torn = file.read().rpartition(b"\n")
         lines = whole.split(b"\n") if end else []
         if not lines and not _line(_KIND)[:-2].startswith(torn[: len(_line(_KIND)) - 2]):
-            raise self._wrong("it is not a file of a sweep; nothing was written there")
+            raise self._wrong("it is not a sweep's file; nothing was written to it")
         records = [self._parsed(number, line) for number, line in enumerate(lines, 1)]
         # Not of a trial that counts as done: its line was whole before.
         if torn:
@@ -168,9 +168,9 @@ class TrialFile:
             or not (_HEAD if number == 1 else {"arguments"}) <= record.keys()
             or (number > 1 and record.keys().isdisjoint({"values", "pickled"}))
         ):
-            raise self._wrong(f"line {number} is not of a sweep; remove it, or give another file")
+            raise self._wrong(f"line {number} was not written by a sweep; remove it, or give another file")
         if number == 1 and record["function"] != self._head["function"]:
-            raise self._wrong(f"it is of {record['function']}, not of {self._head['function']}; give another file")
+            raise self._wrong(f"it belongs to {record['function']}, not to {self._head['function']}; give another file")
         return record
 
     def _of_ours(self, records: Sequence[Mapping[str, Any]]) -> dict[TrialKey, Mapping[str, Any]]:
@@ -179,8 +179,8 @@ class TrialFile:
         if records and not ours:
             there, here = (holds or "nothing" for holds in (records[-1].get("holds"), self._holds))
             warn_caller(
-                f"the trials that are done in {self.path} are not used, since they are of another function: it holds "
-                f"{there} there, and {here} here"
+                f"the finished trials in {self.path} are not used, since their function held other values: {there} "
+                f"there, {here} here"
             )
         return {TrialKey(record["arguments"], record.get("repeat", 0)): record for record in ours}
 
