@@ -40,7 +40,7 @@ def rank_of(word: str) -> int | None:
 
 @frozen_record
 class DebugTerms:
-    """How a launch's ranks are debugged: the feature's section of its spec.
+    """The way in which a launch's ranks are debugged: the feature's section of its spec.
 
     Attributes:
         way: PROMPT: each rank has a prompt where the call was made; "debugpy", "debugpy:0,2": these wait for an IDE;
@@ -94,7 +94,7 @@ class PromptAsks:
 
 
 class Onward(enum.Enum):
-    """How a rank leaves its prompt."""
+    """The ways in which a rank leaves its prompt."""
 
     RUNS = "it continues"
     STEPS = "it takes a step, and is expected back"

@@ -58,7 +58,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(name=SIZE)
 def _size(request: pytest.FixtureRequest) -> int:
-    """How many ranks this test has, if the mark has several sizes."""
+    """The number of ranks of this test, if the mark has several sizes."""
     return int(request.param)
 
 

@@ -18,7 +18,7 @@ from mlaunch.protocol import payload, this_rank
 
 @dataclass(frozen=True)
 class Definition:
-    """Where a test is defined. ``conftests``: names and files of those that count for it, the outermost first."""
+    """The file and name of a test. ``conftests``: names and files of those that count for it, the outermost first."""
 
     module: str
     file: str
@@ -28,7 +28,10 @@ class Definition:
 
 @dataclass(frozen=True)
 class CoveragePlan:
-    """How ranks record the lines that run. ``options``: of ``Coverage``; ``contexts``: True if each test is one."""
+    """The plan for recording the lines that run on ranks.
+
+    ``options``: of ``Coverage``; ``contexts``: True if each test is a context.
+    """
 
     options: dict[str, Any]
     contexts: bool
@@ -112,7 +115,7 @@ class FixtureStep:
 
 @dataclass(frozen=True)
 class Examples:
-    """How the ranks of a test with hypothesis draw the same examples. ``settings``: pickled."""
+    """The seed and settings with which all ranks of a test draw the same examples. ``settings``: pickled."""
 
     seed: int | str
     settings: bytes | None
@@ -234,7 +237,7 @@ class RankBarrier:
 
     def leave(self, number: int) -> None:
         """Note that this rank has left the test's function."""
-        # Shared memory: a rank may leave its test while no thread of it can send anything.
+        # In shared memory, since a rank may leave its test while no thread of it can send anything.
         self._left = number
         self._write()
 

@@ -244,7 +244,7 @@ def test_a_rank_inside_c(tmp_path: Path, terminals: Callable[..., Terminal]) -> 
         os.sched_yield()
     terminal = terminals("1")
     terminal.until("rank 0 waits already, in all_reduce at test_attaching.py:")
-    terminal.until("nothing can lengthen that, and it fails 50 s after it began to")
+    terminal.until("this operation keeps its limit, and fails 50 s after it began")
     terminal.until("rank 1 has run no line of yours for ")
     go.write_text("x")
     assert "wait_in_c()\n-> go.read_text()" in prompt(terminal, 1)

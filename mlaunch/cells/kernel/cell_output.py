@@ -1,4 +1,4 @@
-"""How cells on ranks show exceptions, and the output of a cell that runs in the background."""
+"""The output of cells on ranks: exceptions, and what a cell in the background prints."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class LineWords:
 
 @dataclass(frozen=True)
 class CellWords:
-    """How ``%%ranks`` runs its cell; as the parameters of ``Ranks.cell``.
+    """The parsed words of ``%%ranks``, as the parameters of ``Ranks.cell``.
 
     ``bg``: the name of its job, if it runs in the background; ``auto``: ``%ranks --auto`` has added the magic.
     """

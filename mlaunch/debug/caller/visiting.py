@@ -185,6 +185,6 @@ def _waits(rank: Mapping[str, Any], limit: float | None) -> str:
         return ""
     at = time.strftime("%H:%M:%S", time.localtime(time.time() + limit))
     return (
-        f"rank {view.rank} waits already, {view.doing}: nothing can lengthen that, and it fails {limit:g} s after "
-        f"it began to, at {at} at the latest\n"
+        f"rank {view.rank} waits already, {view.doing}: this operation keeps its limit, and fails {limit:g} s "
+        f"after it began, at {at} at the latest\n"
     )

@@ -178,7 +178,7 @@ class Runner:
         failed = findings.told or not all(verdict.outcome == "passed" for verdict in findings.verdicts.values())
         if failed and ran:
             item.add_report_section("call", "ranks", _history(ran))
-        self._look_after(shared, findings)
+        self._replace_bad_ranks(shared, findings)
         return findings
 
     def _place(self, item: pytest.Function, wanted: Wanted, made: Sequence[Placed]) -> SharedRanks:
@@ -247,7 +247,7 @@ class Runner:
         own = wanted.deadline or config.getoption("ranks_deadline") or config.getini("ranks_deadline")
         return min(float(own), _timeout_of(item) or float(own))
 
-    def _look_after(self, shared: SharedRanks, findings: Findings) -> None:
+    def _replace_bad_ranks(self, shared: SharedRanks, findings: Findings) -> None:
         """Replace ranks that are out of step, or whose memory has grown too much."""
         if is_out_of_step(findings):
             shared.is_out_of_step = True

@@ -1,4 +1,4 @@
-"""How workers of pytest-xdist share the machine's cores, and its accelerators, which they lease."""
+"""Shares of workers of pytest-xdist: the machine's cores, and its accelerators, which they lease."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ _MOST_PLACES = 20  # also of a recursion without end
 
 
 class Place:
-    """Where a test or fixture is on this rank: its module, class, instance and function. ``number``: the test's."""
+    """The module, class, instance and function of a test or fixture on this rank. ``number``: the test's."""
 
     def __init__(self, number: int, barrier: RankBarrier, explanation: Explanation) -> None:
         self.module: Any = None
