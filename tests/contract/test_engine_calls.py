@@ -915,7 +915,7 @@ def test_other_mistakes() -> None:
             made("-oProxyCommand=id")
     with pytest.raises(ValueError, match="machines=3 with 2 hosts: allowed: 1 to 2"):
         launcher(rank, engine=Hosts(["a", "b:4"]), machines=3)()
-    with pytest.raises(TypeError, match="mlaunch itself sets nodes="):
+    with pytest.raises(TypeError, match="nodes= is set by mlaunch itself"):
         Slurm(nodes=3)
     with pytest.raises(ValueError, match="allowed: a command that starts a process"):
         Command("")
@@ -933,7 +933,7 @@ def test_other_mistakes() -> None:
 REFUSED = [
     (["--engine", "pbs"], "--engine pbs: allowed: slurm[:NAME=VALUE,...], ssh:HOST"),
     (["--engine", "ssh:"], "--engine ssh:: hosts=[]: allowed: a list of at least one name"),
-    (["--engine", "slurm:nodes=2"], "--engine slurm:nodes=2: Slurm: mlaunch itself sets nodes="),
+    (["--engine", "slurm:nodes=2"], "--engine slurm:nodes=2: Slurm: nodes= is set by mlaunch itself"),
     (["--engine", "ssh:me@a:2222"], "a port is said as ssh does, 'ssh://me@b:2222'"),
     (["--engine", "slurm", "--devices", "1"], "--devices with --engine: the engine decides that; give one of the two"),
     (["--engine", "ssh:a", "--nnodes", "2"], "machines=2 with 1 hosts: allowed: 1 to 1"),

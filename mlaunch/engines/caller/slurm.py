@@ -94,7 +94,7 @@ class Slurm(Engine):
         super().__init__(python)
         for name in ("nodes", "ntasks", "job_name", "wrap", "array", "wait"):
             if name in options:
-                raise TypeError(f"Slurm: mlaunch itself sets {name}=; give the number of nodes by machines=")
+                raise TypeError(f"Slurm: {name}= is set by mlaunch itself; give the number of nodes by machines=")
         for name, value in options.items():
             if not isinstance(value, str | int):
                 raise TypeError(f"Slurm: {name}={value!r}: allowed: a string, a whole number, True, False")
