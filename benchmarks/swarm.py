@@ -22,7 +22,7 @@ from typing import Any
 
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.compat.caller.server import Server
-from mlaunch.machines.gate.store_process import GateConfig, StoreProcess, run_in_loop
+from mlaunch.machines.gate.gate_process import GateConfig, GateProcess, run_in_loop
 from mlaunch.machines.link import LinkProcess
 from mlaunch.machines.wire.machine_records import Join, Planned
 from mlaunch.protocol.channel import Channel
@@ -67,11 +67,11 @@ def prepare() -> None:
 
 
 @contextlib.contextmanager
-def gate() -> Iterator[tuple[StoreProcess, tuple[str, int]]]:
+def gate() -> Iterator[tuple[GateProcess, tuple[str, int]]]:
     """Runs the process of gate and store; yields it and the gate's address."""
     prepare()
     with listen() as public:
-        server = StoreProcess(GateConfig(public, "launch", TOKEN, 60.0))
+        server = GateProcess(GateConfig(public, "launch", TOKEN, 60.0))
         address = public.getsockname()
     try:
         yield server, address

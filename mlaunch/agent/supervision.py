@@ -20,7 +20,7 @@ from mlaunch.protocol.result_queue import Results
 
 if TYPE_CHECKING:
     from mlaunch.base.exceptions import RankFailure
-    from mlaunch.machines.gate.store_process import StoreProcess
+    from mlaunch.machines.gate.gate_process import GateProcess
     from mlaunch.protocol.spec import LaunchSpec
 
 
@@ -101,7 +101,7 @@ class Supervision:
 
     ranks: Sequence[RankProcess]
     results: Results
-    server: StoreProcess | None
+    server: GateProcess | None
     launcher: AgentsEnd
     parent: int
     grace_period: float  # seconds
@@ -119,7 +119,7 @@ class Joined:
     """The result of joining. ``server``: the process with the gate and the launch's store, if this machine has it."""
 
     spec: LaunchSpec
-    server: StoreProcess | None
+    server: GateProcess | None
     peers: Peers
 
 

@@ -36,7 +36,7 @@ from mlaunch.protocol.messages import (
 )
 
 if TYPE_CHECKING:
-    from mlaunch.machines.gate.store_process import StoreProcess
+    from mlaunch.machines.gate.gate_process import GateProcess
 
 # After a failure nobody waits for the others longer than it takes to tell them.
 _FAREWELL_TIMEOUT = 1.0  # seconds for the other machines to learn of a failure
@@ -191,7 +191,7 @@ class Supervisor:
         if (record.failed and rank.answer is not AnswerKind.VALUE) or self._calls.must_stay:
             self._stopping.within(0.0)
 
-    def _lose_server(self, server: StoreProcess) -> None:
+    def _lose_server(self, server: GateProcess) -> None:
         exitcode, self._server = server.reap(), None
         self._launcher.try_send(ServerGone(server.pid, exitcode, self._clock()))
         self._shared.remember(lambda: failures.from_server(server.pid, exitcode, self._clock()))

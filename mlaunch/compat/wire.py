@@ -18,14 +18,14 @@ def draw_secret() -> str:
     return secrets.token_hex(16)
 
 
-def variable_of(port: int) -> str:
+def secret_variable(port: int) -> str:
     """Return the name of the variable in which children of a server's process find its secret."""
     return f"MLAUNCH_SECRET_{port}"
 
 
 def known_secret(port: int) -> str | None:
     """Return the secret of the server at a port; None if this process's environment does not have it."""
-    return os.environ.get(variable_of(port))
+    return os.environ.get(secret_variable(port))
 
 
 class Signer:

@@ -21,7 +21,7 @@ from mlaunch.agent.supervision import Joined, NoLaunchError, Peers, refuse
 from mlaunch.base.deadline import NEVER
 from mlaunch.base.exceptions import RankFailure, describe_exit
 from mlaunch.base.text import printable
-from mlaunch.machines.gate.store_process import GateConfig, StoreProcess, prepare_process, run_in_loop
+from mlaunch.machines.gate.gate_process import GateConfig, GateProcess, prepare_process, run_in_loop
 from mlaunch.machines.wire.machine_records import AllGone, Beat, Done, Join, LinkHears, LinkSays, Planned, shortened
 from mlaunch.protocol.channel import Channel, assert_never
 from mlaunch.protocol.messages import AgentsEnd, ForPart, PartSays, Refused, Waiting
@@ -75,7 +75,7 @@ def _as_agreed(spec: LaunchSpec, agreed: Agreed) -> LaunchSpec:
     )
 
 
-def _serve_as_master(spec: LaunchSpec, cluster: Rendezvous, launcher: AgentsEnd, held: Iterable[int]) -> StoreProcess:
+def _serve_as_master(spec: LaunchSpec, cluster: Rendezvous, launcher: AgentsEnd, held: Iterable[int]) -> GateProcess:
     """Start the process with the gate and the store, at the address where the other machines look for it.
 
     Raises:
@@ -92,7 +92,7 @@ def _serve_as_master(spec: LaunchSpec, cluster: Rendezvous, launcher: AgentsEnd,
         raise NoLaunchError from error
     with public:
         gate = GateConfig(public, spec.launch_id, cluster.token, cluster.heartbeat_timeout, cluster.store_limit)
-        return StoreProcess(gate, close_in_child=held)
+        return GateProcess(gate, close_in_child=held)
 
 
 def _advice(spec: LaunchSpec, number: int | None) -> str:
@@ -134,7 +134,7 @@ def _introduction(spec: LaunchSpec, cluster: Rendezvous) -> Join:
 
 def _wait_for_plan(
     link: Link,
-    gate: StoreProcess | None,
+    gate: GateProcess | None,
     launcher: AgentsEnd,
     parent: int,
     spec: LaunchSpec,

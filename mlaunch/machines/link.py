@@ -79,7 +79,7 @@ class LinkProcess:
         self._cluster = cluster
         self._join = join
         self._agent = agent
-        self._wait = JoiningWords(f"{cluster.master_ip}, port {cluster.port}", agent.try_send)
+        self._wait = JoiningMessages(f"{cluster.master_ip}, port {cluster.port}", agent.try_send)
         self._writer: asyncio.StreamWriter | None = None  # to the gate, after the handshake
         self._master = ""  # its address
         self._failed = False  # here or elsewhere, and not as the consequence of something else
@@ -239,7 +239,7 @@ class LinkProcess:
         raise ConnectionError("its connection was closed")
 
 
-class JoiningWords:
+class JoiningMessages:
     """The messages of a machine that joins. ``there``: where the gate should be; ``tell``: sends one to the agent."""
 
     def __init__(self, there: str, tell: Callable[[Waiting], object]) -> None:

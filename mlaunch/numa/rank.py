@@ -50,7 +50,7 @@ class BoundRank(RankPart):
             found = bindings(self._order, _seats(self._order, spec), topology)
         except ValueError as error:
             raise misuse(error) from None
-        if line := lines(self._order, found, spec.rank_start).get(local_rank):
+        if line := unbound_lines(self._order, found, spec.rank_start).get(local_rank):
             self._lines.append(line)
         own = found[local_rank]
         if not own.cpus:
@@ -289,7 +289,7 @@ def threads_of(local_rank: int, all_of_them: Sequence[Binding]) -> int:
     return max(1, sum(count // among for among, count in shares.items()))
 
 
-def lines(order: NumaOrder, all_of_them: Sequence[Binding], first_rank: int) -> Mapping[int, str]:
+def unbound_lines(order: NumaOrder, all_of_them: Sequence[Binding], first_rank: int) -> Mapping[int, str]:
     """Return the lines about ranks that are not bound, by the local rank that prints each."""
     told: dict[str, list[int]] = {}
     for local_rank, binding in enumerate(all_of_them):

@@ -249,18 +249,18 @@ class Comparison:
         ``share``: of the time, by which the others must wait longer in each part of it to make that steady.
         """
         samples = list(self._samples)
-        waits = shares(samples)
+        waits = _shares(samples)
         if len(waits) < 2:
             return None
-        slow = slowest(waits)
+        slow = _slowest(waits)
         step = len(samples) // _PARTS
         parts = [samples[:step], samples[step:-step], samples[-step:]] if step else []
         others = fmean(wait for rank, wait in waits.items() if rank not in slow)
         return SlowVerdict(
             slow,
-            part=gap(waits, slow),
+            part=_gap(waits, slow),
             share=others - fmean(waits[rank] for rank in slow),
-            steadily=bool(parts) and all(gap(shares(part), slow) >= share for part in parts),
+            steadily=bool(parts) and all(_gap(_shares(part), slow) >= share for part in parts),
         )
 
     def lateness(self, ranks: Sequence[int]) -> Lateness | None:
@@ -270,7 +270,7 @@ class Comparison:
         return max(late, key=lambda one: one[0])[1] if late else None
 
 
-def shares(samples: Iterable[WaitSample]) -> dict[int, float]:
+def _shares(samples: Iterable[WaitSample]) -> dict[int, float]:
     """Return the share of its time for which each rank has waited. Ranks in less than half of the samples are left out.
 
     A rank that was stopped, or whose C code held the interpreter lock, reports the waits of that time later.
@@ -285,14 +285,14 @@ def shares(samples: Iterable[WaitSample]) -> dict[int, float]:
     return found
 
 
-def slowest(waits: Mapping[int, float]) -> tuple[int, ...]:
+def _slowest(waits: Mapping[int, float]) -> tuple[int, ...]:
     """Return the ranks below the widest gap in ``waits``: half of the ranks at most, as the majority is normal."""
     order = sorted(waits, key=waits.__getitem__)
     cut = max(range(1, len(order) // 2 + 1), key=lambda at: waits[order[at]] - waits[order[at - 1]])
     return tuple(sorted(order[:cut]))
 
 
-def gap(waits: Mapping[int, float], slow: Sequence[int]) -> float:
+def _gap(waits: Mapping[int, float], slow: Sequence[int]) -> float:
     """Return by how much each of the other ranks waits longer than any of the slow ones."""
     others = [wait for rank, wait in waits.items() if rank not in slow]
     these = [waits[rank] for rank in slow if rank in waits]
@@ -317,7 +317,7 @@ class Lane:
         whole = [number for number, told in self._told.items() if len(told) == len(self.members)]
         if whole:
             told_by_all = map(self._told.pop, whole)
-            self.chunks.append(chunk_of(at, [[told[rank] for rank in self.members] for told in told_by_all]))
+            self.chunks.append(_chunk_of(at, [[told[rank] for rank in self.members] for told in told_by_all]))
         for number in sorted(self._told)[:-_MOST]:
             del self._told[number]
         while self.chunks and self.chunks[0].at < oldest:
@@ -331,13 +331,13 @@ class Lane:
         means = {rank: sum(chunk.sums[at] for chunk in self.chunks) / count for at, rank in enumerate(self.members)}
         slow = [at for at, rank in enumerate(self.members) if rank in ranks]
         last = sum(chunk.lasts[at] for chunk in self.chunks for at in slow) / count
-        seconds = gap(means, ranks)
+        seconds = _gap(means, ranks)
         worst = max((chunk.worst[0] for chunk in self.chunks if chunk.worst[1] in slow), default=0.0)
         once = worst if worst >= max(_ONCE, seconds * count / 2) else 0.0
         return seconds * count, Lateness(last, seconds, once)
 
 
-def chunk_of(at: float, rows: Sequence[Sequence[float]]) -> Chunk:
+def _chunk_of(at: float, rows: Sequence[Sequence[float]]) -> Chunk:
     """Make a chunk. ``rows``: for each operation, how long its members have waited."""
     leads = [_lead(waits) for waits in rows]
     lasts = [0] * len(rows[0])

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable, Iterator
 
 from mlaunch.base import linux
-from mlaunch.machines.gate.store_process import GateConfig, StoreProcess
+from mlaunch.machines.gate.gate_process import GateConfig, GateProcess
 from mlaunch.machines.link import RankStreams
 from mlaunch.machines.wire import control_protocol
 from mlaunch.rendezvous import tcp_store
@@ -41,7 +41,7 @@ def forked(work: Callable[[], object]) -> Iterator[None]:
 def store_of_a_launch() -> Iterator[int]:
     """A gate and a link, each in its process, as in a launch; yields where the ranks find the store."""
     with listen() as public, listen() as listener:
-        gate = StoreProcess(GateConfig(public, "launch", None, 60.0))
+        gate = GateProcess(GateConfig(public, "launch", None, 60.0))
         try:
             with forked(lambda: asyncio.run(carry(public.getsockname()[1], listener))):
                 yield listener.getsockname()[1]

@@ -36,8 +36,8 @@ from mlaunch.machines.agent import join_machines
 from mlaunch.machines.gate import admission
 from mlaunch.machines.gate import gate as gate_module
 from mlaunch.machines.gate.gate import Gate
+from mlaunch.machines.gate.gate_process import UVLOOP, GateConfig, GateProcess
 from mlaunch.machines.gate.roster import Roster
-from mlaunch.machines.gate.store_process import UVLOOP, GateConfig, StoreProcess
 from mlaunch.machines.link import LinkProcess, RankStreams
 from mlaunch.machines.wire import control_protocol
 from mlaunch.machines.wire.control_protocol import Pieces
@@ -55,7 +55,7 @@ from tests.unit.test_membership import roster_of
 TOKEN = "hush"
 
 
-class Served(StoreProcess):
+class Served(GateProcess):
     port: int
 
 

@@ -17,8 +17,8 @@ from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.text import printable
 from mlaunch.engines.caller.launch.machines import printable_line
 from mlaunch.machines.agent import LinkedPeers
+from mlaunch.machines.gate.gate_process import GateConfig
 from mlaunch.machines.gate.roster import RoleRanks, Roster, placed, role_ranks
-from mlaunch.machines.gate.store_process import GateConfig
 from mlaunch.machines.wire import control_protocol
 from mlaunch.machines.wire.machine_records import (
     Join,

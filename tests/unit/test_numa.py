@@ -16,7 +16,7 @@ from mlaunch.base import own_process
 from mlaunch.numa import caller as numa_caller
 from mlaunch.numa import command, member
 from mlaunch.numa.caller import devices_of
-from mlaunch.numa.rank import Binding, Topology, bindings, lines, seats_of, threads_of
+from mlaunch.numa.rank import Binding, Topology, bindings, seats_of, threads_of, unbound_lines
 from mlaunch.numa.wire import MODES, NumaOrder, PciDevice
 from mlaunch.run.command.flags import as_flag
 
@@ -234,7 +234,7 @@ def test_the_same_as_torchs(
 def test_what_is_said_of_ranks_that_are_not_bound(written: Written) -> None:
     """Once, by the first of them."""
     found = chosen(written(UNKNOWN), "node", {"own": "0,1,0"})
-    told = lines(NumaOrder("node", None, "numa='node'"), found, first_rank=8)
+    told = unbound_lines(NumaOrder("node", None, "numa='node'"), found, first_rank=8)
     assert told == {0: "numa='node': ranks 8, 10 are not bound: this system does not say on which node 0000:10:00.0 is"}
 
 

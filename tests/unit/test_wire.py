@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mlaunch.compat.wire import Signer
-from mlaunch.machines.gate.store_process import GateConfig, StoreProcess
+from mlaunch.machines.gate.gate_process import GateConfig, GateProcess
 from mlaunch.machines.wire import control_protocol
 from mlaunch.machines.wire.machine_records import Join
 from mlaunch.protocol import token as tokens
@@ -55,7 +55,7 @@ class Wire:
 @contextlib.contextmanager
 def gate() -> Any:
     with listen() as public:
-        port, server = public.getsockname()[1], StoreProcess(GateConfig(public, "launch", KEY, 60.0))
+        port, server = public.getsockname()[1], GateProcess(GateConfig(public, "launch", KEY, 60.0))
     try:
         yield port
     finally:

@@ -59,7 +59,7 @@ class Server:
                     start_new_session=True,
                 )
         self.secret = wire.draw_secret()
-        name = wire.variable_of(self.py_server_port)
+        name = wire.secret_variable(self.py_server_port)
         os.environ[name] = self.secret
         # Unlike __del__, this runs at the interpreter's end before modules are gone.
         self._close = weakref.finalize(self, _end, self._process, name)
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     address, port = listener.getsockname()[:2]
     print(f"serving at {address}, port {port}", flush=True)
     if wire.known_secret(port) is None:
-        print(f"clients need {wire.variable_of(port)}={wire.draw_secret()} in their environment", flush=True)
+        print(f"clients need {wire.secret_variable(port)}={wire.draw_secret()} in their environment", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
         store = serve(listener)
         while store is not None:

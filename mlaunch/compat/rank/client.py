@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mlaunch.compat.wire import Signer, known_secret, variable_of
+from mlaunch.compat.wire import Signer, known_secret, secret_variable
 from mlaunch.rendezvous.store_client import Barrier, NotAllCameError, Turn, wait_for
 from mlaunch.rendezvous.tcp_store import connect
 
@@ -62,7 +62,7 @@ class Client:
         self._seen: dict[str, int] = {}  # by place: the highest version
         secret = known_secret(port) if secret is None else secret
         self._signer = None if secret is None else Signer(secret)
-        self._variable = variable_of(port)
+        self._variable = secret_variable(port)
 
     def user_set(self, key: str, val: Any) -> None:
         """Set a picklable value under a name, in place of an earlier one. Does not wait."""

@@ -160,7 +160,7 @@ class Cluster:
 
     @contextlib.contextmanager
     def _taken(self, options: Options) -> Iterator[None]:
-        """Have all of the machines within the block."""
+        """Hold all of the machines within the block."""
         self._check_process()
         if options.machines not in {None, self._size} and not self._queue.closed:
             raise misuse(ValueError(f"machines={options.machines} on {self._size} held machines: allowed: "

@@ -183,7 +183,7 @@ class Content:
         return fd
 
     def close(self) -> None:
-        """May be called again."""
+        """Close the memfd, unless it was released. May be called again."""
         fd = self.release()
         if fd >= 0:
             os.close(fd)

@@ -39,7 +39,7 @@ class GateConfig:
         run_in_loop(gate.serve(self.listener))
 
 
-class StoreProcess:
+class GateProcess:
     """The gate of a launch over several machines, with its store, in a forked process that ends with this one."""
 
     def __init__(self, gate: GateConfig, close_in_child: Iterable[int] = ()) -> None:
