@@ -1,16 +1,58 @@
-"""Handles to objects that ranks hold, and values that are dealt to the ranks."""
+"""Handles to objects that ranks hold, values that are dealt to the ranks, and which ranks their pickles go to."""
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from mlaunch.base.exceptions import misuse
 from mlaunch.base.text import in_bytes, name_ranks
-from mlaunch.ranks.caller import pickling_for
 from mlaunch.ranks.rank import held_objects as on_ranks
 from mlaunch.ranks.rank.held_objects import Description
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Ranks that stay, as a destination.
+
+    ``owner``: their launch; ``name``: for people; ``world_size``: their number; ``used``: what was pickled that only
+    these ranks understand.
+    """
+
+    owner: str
+    name: str
+    world_size: int
+    used: list[int] = field(default_factory=list)
+
+
+# By thread: a second one may be pickling for other ranks, or for none.
+class _Present(threading.local):
+    destination: Destination | None = None
+
+
+_present = _Present()
+
+
+def present_destination() -> Destination | None:
+    """Return the destination of this thread's pickling; None if it is not for ranks that stay."""
+    return _present.destination
+
+
+class pickling_towards:
+    """A block whose pickling goes to a destination."""
+
+    def __init__(self, destination: Destination) -> None:
+        self._destination = destination
+        self._before: Destination | None = None
+
+    def __enter__(self) -> None:
+        self._before, _present.destination = _present.destination, self._destination
+
+    def __exit__(self, *_: object) -> None:
+        _present.destination = self._before
 
 
 class Holder(Protocol):
@@ -76,7 +118,7 @@ class Held:
         return f"<Held {self._number}: {'; '.join(parts)}>"
 
     def __reduce__(self) -> tuple[Callable[[str, int], Any], tuple[str, int]]:
-        to = pickling_for.present()
+        to = present_destination()
         if to is None:
             raise misuse(TypeError(f"{self!r} stands for objects in its ranks and travels to them alone; see fetch()"))
         if not self._finalizer.alive:
@@ -108,7 +150,7 @@ class Scattered:
         return f"scatter({self._values!r})"
 
     def __reduce__(self) -> tuple[Callable[[Sequence[Any]], Any], tuple[list[Any]]]:
-        to = pickling_for.present()
+        to = present_destination()
         if to is None:
             raise misuse(TypeError("scatter() is for the arguments of calls on Ranks: ranks.run(f, scatter(values))"))
         if len(self._values) != to.world_size:

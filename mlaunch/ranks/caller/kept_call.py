@@ -24,8 +24,7 @@ from mlaunch.protocol import calls, explain, payload
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.spec import LaunchSpec
-from mlaunch.ranks.caller import pickling_for
-from mlaunch.ranks.caller.pickling_for import Destination
+from mlaunch.ranks.caller.held import Destination, pickling_towards
 
 _OF_A_CALL = ("deadline", "log_dir", "progress")  # options
 _CALL_LIMIT = 16 * 1024  # bytes of a call inside the record that begins it; a memory file costs more than a call
@@ -261,7 +260,7 @@ def pickle_call(owner: str, name: str, where: str, size: int, call: Call) -> tup
         if len(data) <= _CALL_LIMIT:
             return Payload(data), True
     to = Destination(owner, where, size)
-    with pickling_for.towards(to), interrupts.allowed():  # it runs user code, and may take long
+    with pickling_towards(to), interrupts.allowed():  # it runs user code, and may take long
         try:
             return payload.pack(plain, "call", most=_CALL_LIMIT), not to.used
         except OSError:
