@@ -27,7 +27,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mlaunch import Ranks, launcher
+import mlaunch
+from mlaunch import launcher
 from tests import builds, launches
 from tests.conftest import ROOT
 from tests.contract import functions
@@ -115,7 +116,7 @@ def test_the_interface_of_one_machine_is_loopback(name: str, monkeypatch: pytest
     monkeypatch.delenv(name, raising=False)
     ask = launcher(lambda: os.environ[name], 2, device_type="cpu")
     assert ask() == ["lo"] * 2
-    with Ranks(n_gpus=2, device_type="cpu") as ranks:
+    with mlaunch.Ranks(n_gpus=2, device_type="cpu") as ranks:
         assert ranks.run(lambda: os.environ[name]) == ["lo"] * 2
     assert ask.options(env={name: "lo,lo"})() == ["lo,lo"] * 2
     monkeypatch.setenv(name, "lo,lo")

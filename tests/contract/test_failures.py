@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mlaunch import LaunchError, Ranks, launcher
+import mlaunch
+from mlaunch import LaunchError, launcher
 from tests import launches
 from tests.conftest import OURS
 from tests.contract import crashes, functions
@@ -211,7 +212,7 @@ def test_an_exception_that_ends_who_unpickles_it(how: BaseException) -> None:
     def train() -> None:
         raise Leaves(how)
 
-    with Ranks(n_gpus=1) as ranks:
+    with mlaunch.Ranks(n_gpus=1) as ranks:
         pids = ranks.run(os.getpid)
         with pytest.raises(Leaves):
             ranks.run(train)
@@ -386,7 +387,7 @@ def test_a_cause_that_ends_long_after_its_connections(stays: bool) -> None:
     def call() -> list[None]:
         if not stays:
             return launcher(train, 2)()
-        with Ranks(n_gpus=2) as ranks:
+        with mlaunch.Ranks(n_gpus=2) as ranks:
             return ranks.run(train)
 
     with pytest.raises(LaunchError, match=r"rank 1 of .* exited with code 6") as caught:

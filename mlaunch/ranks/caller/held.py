@@ -29,16 +29,16 @@ class Destination:
 
 
 # By thread: a second one may be pickling for other ranks, or for none.
-class _Present(threading.local):
+class _Pickling(threading.local):
     destination: Destination | None = None
 
 
-_present = _Present()
+_pickling = _Pickling()
 
 
 def present_destination() -> Destination | None:
     """Return the destination of this thread's pickling; None if it is not for ranks that stay."""
-    return _present.destination
+    return _pickling.destination
 
 
 class pickling_towards:
@@ -49,10 +49,10 @@ class pickling_towards:
         self._before: Destination | None = None
 
     def __enter__(self) -> None:
-        self._before, _present.destination = _present.destination, self._destination
+        self._before, _pickling.destination = _pickling.destination, self._destination
 
     def __exit__(self, *_: object) -> None:
-        _present.destination = self._before
+        _pickling.destination = self._before
 
 
 class Holder(Protocol):
