@@ -168,7 +168,7 @@ def test_workers_divide_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_worker_has_devices_alone_and_gives_them_back_when_another_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     shape, wish = Shape(1, "toy", None), Wish(["toy 0"], 1, "pytest's worker gw1")
     request = caller.LeaseRequest(Options(), os.environ, wish, {"toy 0": 0})
-    monkeypatch.setattr(xdist_workers.requests, "request_of", lambda *_: request)
+    monkeypatch.setattr(xdist_workers, "request_of", lambda *_: request)
     monkeypatch.setattr(xdist_workers.warm_server, "get", lambda _: None)
     monkeypatch.delenv("PYTEST_XDIST_WORKER_COUNT", raising=False)
     assert xdist_workers.WorkerDevices(shape, 60.0).devices is None  # without xdist
