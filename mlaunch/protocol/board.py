@@ -218,7 +218,7 @@ class Board:
         return [self._memory[start : start + _TIMES.size] for start in starts]
 
     def row(self, local_rank: int) -> bytes:
-        """Return the part of a rank's row that describes its course, for a board on another machine."""
+        """Return the part of a rank's row that describes what it does, for a board on another machine."""
         start = _row(local_rank)
         return self._memory[start : start + _STAMPS_AT]
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from mlaunch.sweeps.caller.launch_loop import loop
-from mlaunch.sweeps.caller.run_future import Run, RunCourse
+from mlaunch.sweeps.caller.run_future import Run, RunStatus
 
 
 def test_a_run_whose_turn_has_come_is_starting() -> None:
-    course = RunCourse(loop)
-    run = Run("train()", {}, course)
+    status = RunStatus(loop)
+    run = Run("train()", {}, status)
     assert run.state == "waiting"
-    course.starting = True
+    status.starting = True
     assert run.state == "starting"
     assert repr(run) == "<Run of train(): starting>"
     assert not run.running()

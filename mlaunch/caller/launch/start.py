@@ -187,26 +187,26 @@ def with_restarts(
     """Make attempts at a call, with at most ``max_restarts`` after the first one; return how the last one ended.
 
     No attempt follows if somebody ended the call, its time was over, ``is_to_stop`` says so, or a restart does not help
-    (see ``Course``). ``tell`` gets the reason, before each restart, or instead of one. ``deadline``: of all attempts
-    together, in seconds.
+    (see ``FutileAttempts``). ``tell`` gets the reason, before each restart, or instead of one. ``deadline``: of all
+    attempts together, in seconds.
     """
-    begun, left, course = time.monotonic(), deadline, Course()
+    begun, left, seen = time.monotonic(), deadline, FutileAttempts()
     for restart_count in range(max_restarts):
         ended = yield from attempt(Attempt(restart_count, left, parts))
         last = is_to_stop() or (parts is not None and parts.is_last())
-        if last or not may_be_repeated(ended.error) or not course.goes_on(ended.error, name, tell):
+        if last or not may_be_repeated(ended.error) or not seen.allow_another(ended.error, name, tell):
             return ended
         tell(again(name, restart_count, max_restarts, ended.error))
         if deadline is not None:
             left = max(0.0, deadline - (time.monotonic() - begun))
     ended = yield from attempt(Attempt(max_restarts, left, parts))
     if may_be_repeated(ended.error):
-        course.goes_on(ended.error, name, bool)
+        seen.allow_another(ended.error, name, bool)
     return ended
 
 
-class Course:
-    """The course of one call's attempts. After two that end alike, there is no third one.
+class FutileAttempts:
+    """How the attempts at one call have failed. After two that end alike, there is no third one.
 
     They end alike by a mistake that a restart meets again: an import that fails at the same line, or exit code 2 (a
     script's wrong command line). Or because they got no further: neither came beyond the step of ``mlaunch.report``
@@ -218,8 +218,8 @@ class Course:
         self._best: float | None = None  # the furthest step
         self._stuck = 0  # attempts in a row that did not come beyond it
 
-    def goes_on(self, error: BaseException | None, name: str, tell: Callable[[str], object]) -> bool:
-        """Take how an attempt failed; return False, and tell why, if another one would fail in the same way."""
+    def allow_another(self, error: BaseException | None, name: str, tell: Callable[[str], object]) -> bool:
+        """Note how an attempt failed; return False, and tell why, if another one would fail in the same way."""
         report = report_of(error) if error is not None else None
         if report is None:
             return True

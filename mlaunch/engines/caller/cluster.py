@@ -39,7 +39,7 @@ from mlaunch.protocol.spec import LaunchSpec
 if TYPE_CHECKING:
     from mlaunch.caller.launch.settle import Ended, Steps
     from mlaunch.ranks.caller.ranks_launch import RanksLaunch, StayRules
-    from mlaunch.sweeps.caller.run_future import RunCourse
+    from mlaunch.sweeps.caller.run_future import RunStatus
 
 
 T = TypeVar("T")
@@ -103,7 +103,7 @@ class Cluster:
         if machines is not None and machines > self._size:
             raise misuse(ValueError(f"machines={machines} on {self._size} held machines: allowed: 1 to {self._size}"))
 
-    def attempt(self, options: Options, call: Call, name: str, number: Attempt, course: RunCourse) -> Steps:
+    def attempt(self, options: Options, call: Call, name: str, number: Attempt, status: RunStatus) -> Steps:
         """Make one attempt of a submitted call, on machines that no other launch has.
 
         If machines turn out to be lost before anything has run there, it takes others.
@@ -112,15 +112,15 @@ class Cluster:
         while True:
             left -= 1
             self._check_process()
-            claim = self._queue.join(MachineClaim(options.machines or self._size, course.notify, course.ask_to_cancel))
+            claim = self._queue.join(MachineClaim(options.machines or self._size, status.notify, status.ask_to_cancel))
             try:
-                course.starting = False
+                status.starting = False
                 while not self._queue.take(claim):
                     yield Need(f"{name} waits for machines")
-                course.starting = True
-                course.begins()
-                part = yield from _elsewhere(functools.partial(self._part, claim), course)
-                return (yield from part.attempt(options, call, name, number, course))
+                status.starting = True
+                status.begins()
+                part = yield from _elsewhere(functools.partial(self._part, claim), status)
+                return (yield from part.attempt(options, call, name, number, status))
             except LaunchError:
                 if not claim.lost or not left:
                     raise
@@ -251,18 +251,18 @@ class HeldPart(PlacedMachines):
         self.placement = whole.placement
         self.machines = list(machines)
 
-    def attempt(self, options: Options, call: Call, name: str, number: Attempt, course: RunCourse) -> Steps:
+    def attempt(self, options: Options, call: Call, name: str, number: Attempt, status: RunStatus) -> Steps:
         """Make one attempt of a submitted call here."""
         from mlaunch.sweeps.caller.submitted_call import follows, on_kept, output_of  # whose calls use this
 
         if options.keep is not None:
             own = {"engine": self, "machines": None, "deadline": number.time_left}
-            return (yield from on_kept(options.replaced(own), call, course))
+            return (yield from on_kept(options.replaced(own), call, status))
 
         def plan(spec: LaunchSpec, hosts: dict[int, str]) -> OutputPlan:
-            return with_hosts(output_of(options, spec, course), hosts)
+            return with_hosts(output_of(options, spec, status), hosts)
 
-        sent, around = Call(calls.portable(call.function), call.args, call.kwargs), course.surroundings
+        sent, around = Call(calls.portable(call.function), call.args, call.kwargs), status.surroundings
         work = Work(name, sent)
         if around is not None:
             work = dataclasses.replace(work, argv=around.argv, path=around.sys_path, surroundings=around)
@@ -272,17 +272,17 @@ class HeldPart(PlacedMachines):
             self._holder.make_room(self.machines)
             return MachinesLaunch(self, options, work, plan, number).start_it()
 
-        started = yield from _elsewhere(start, course)
+        started = yield from _elsewhere(start, status)
         try:
             try:
-                with follows(course, started.handle):
+                with follows(status, started.handle):
                     ended = yield from started.handle.drive()
             finally:
                 started.handle.close()
         except BaseException:
             started.close()
             raise
-        yield from _elsewhere(started.close, course)
+        yield from _elsewhere(started.close, status)
         return ended
 
     def call(
@@ -300,7 +300,7 @@ class HeldPart(PlacedMachines):
         return f"<machines of an allocation: {', '.join(self.hosts)}>"
 
 
-def _elsewhere(work: Callable[[], T], course: RunCourse) -> Generator[Need, None, T]:
+def _elsewhere(work: Callable[[], T], status: RunStatus) -> Generator[Need, None, T]:
     """Run ``work`` in a new thread, and wait for its result.
 
     The thread that drives all launches must not block for seconds.
@@ -312,7 +312,7 @@ def _elsewhere(work: Callable[[], T], course: RunCourse) -> Generator[Need, None
             future.set_result(work())
         except BaseException as error:
             future.set_exception(error)
-        course.notify()
+        status.notify()
 
     # No thread pool: work that hangs on one machine would delay that of all others.
     threading.Thread(target=run, daemon=True).start()

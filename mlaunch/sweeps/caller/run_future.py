@@ -46,28 +46,28 @@ class Run(Future[list[Any]]):
         state: "waiting" (for devices, for those before it), "starting", "running", "returned", "failed" or "cancelled".
     """
 
-    def __init__(self, name: str, arguments: Mapping[str, Any], course: RunCourse) -> None:
+    def __init__(self, name: str, arguments: Mapping[str, Any], status: RunStatus) -> None:
         super().__init__()
         # Ctrl-C in result() may leave the usual one locked, and the thread that sets the result would hang.
         self._condition = interrupts.Condition()  # type: ignore[assignment]
-        self._waiters = _Waiters(course)  # type: ignore[assignment]  # Future's own
+        self._waiters = _Waiters(status)  # type: ignore[assignment]  # Future's own
         self.name, self.arguments = name, dict(arguments)
-        self._course = course
+        self._status = status
 
     @property
     def report(self) -> LaunchReport | None:
-        make = self._course.make_report
+        make = self._status.make_report
         return None if make is None else make()
 
     @property
     def log_dir(self) -> str | None:
-        return self._course.log_dir
+        return self._status.log_dir
 
     @property
     def state(self) -> str:
         """Return "waiting", "starting", "running", "returned", "failed" or "cancelled"."""
         if not self.done():
-            return "running" if self.running() else "starting" if self._course.starting else "waiting"
+            return "running" if self.running() else "starting" if self._status.starting else "waiting"
         return "cancelled" if self.cancelled() else "returned" if self.exception() is None else "failed"
 
     @property
@@ -76,20 +76,20 @@ class Run(Future[list[Any]]):
 
         If a rank reports more than 256 times between two reads, the latest 256 of these.
         """
-        return self._course.reports.read()
+        return self._status.reports.read()
 
     @property
     def latest(self) -> Reported | None:
         """The latest report of any rank."""
-        return self._course.reports.latest()
+        return self._status.reports.latest()
 
     def on_report(self, callback: Callable[[Reported], object]) -> None:
         """Call back for each later report, within a tenth of a second, in the thread that drives launches.
 
         To prune: ``run.on_report(lambda report: report["loss"] > 10 and run.stop())``.
         """
-        self._course.reports.tell(callback)
-        self._course.notify()
+        self._status.reports.tell(callback)
+        self._status.notify()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("only the process that made this future can wait for it: pass its result()")
@@ -97,18 +97,18 @@ class Run(Future[list[Any]]):
     @raises_from_caller
     def result(self, timeout: float | None = None) -> list[Any]:
         if not self.done():
-            self._course.before_wait()
+            self._status.before_wait()
         return super().result(timeout)
 
     @raises_from_caller
     def exception(self, timeout: float | None = None) -> BaseException | None:
         if not self.done():
-            self._course.before_wait()
+            self._status.before_wait()
         return super().exception(timeout)
 
     def running(self) -> bool:
         """True if ranks were started for it and it is not over."""
-        return self._course.runs and not self.done()
+        return self._status.runs and not self.done()
 
     @raises_from_caller
     def cancel(self) -> bool:
@@ -121,16 +121,16 @@ class Run(Future[list[Any]]):
             wait: True if the run is asked to end.
         """
         if not self.done():
-            self._course.check_process()
-        self._course.ask_to_cancel()
-        if self._course.in_callback() or (not self.done() and _stops_an_event_loop()):
+            self._status.check_process()
+        self._status.ask_to_cancel()
+        if self._status.in_callback() or (not self.done() and _stops_an_event_loop()):
             return self.cancelled() or not self.done()
         return self._wait_for_end()
 
     def _wait_for_end(self) -> bool:
         """Wait until its processes are gone; True if it was cancelled."""
         with interrupts.allowed():
-            self._course.over.wait()
+            self._status.over.wait()
         return self.cancelled()
 
     def stacks(self) -> StacksOfRanks:
@@ -138,14 +138,14 @@ class Run(Future[list[Any]]):
 
         The ranks continue meanwhile. Printed, they are as ``mlaunch stacks`` shows them.
         """
-        room, found = load.room("insight", "caller", "run.stacks()"), self._course.seen_as()
+        room, found = load.room("insight", "caller", "run.stacks()"), self._status.seen_as()
         name = None if found is None or self.done() else registry.name_of(*found)
         stacks: StacksOfRanks = room.stacks_of(name)
         return stacks
 
     def why(self) -> str:
         """Return which rank the others wait for, and what it does instead; "" if no ranks run."""
-        room, found = load.room("insight", "caller", "run.why()"), self._course.seen_as()
+        room, found = load.room("insight", "caller", "run.why()"), self._status.seen_as()
         said: str = "" if found is None or self.done() else room.why_launch(found[0])
         return said
 
@@ -160,9 +160,9 @@ class Run(Future[list[Any]]):
             True if it is not over.
         """
         if not self.done():
-            self._course.check_process()
-        self._course.stop_reason = self._course.stop_reason or reason
-        self._course.notify()
+            self._status.check_process()
+        self._status.stop_reason = self._status.stop_reason or reason
+        self._status.notify()
         return not self.done()
 
     def __repr__(self) -> str:
@@ -174,8 +174,8 @@ class Run(Future[list[Any]]):
         """Set how it ended, or why it did not begin. It was pending until now: ``Future`` cancels nothing that runs."""
         error = how.error if isinstance(how, Ended) else how
         if isinstance(how, Ended):
-            self._course.make_report = how.report
-        if self._course.cancelled:
+            self._status.make_report = how.report
+        if self._status.cancelled:
             super().cancel()
             self.set_running_or_notify_cancel()
         elif error is not None or not isinstance(how, Ended):
@@ -197,12 +197,12 @@ class Run(Future[list[Any]]):
 class _Waiters(list[object]):
     """Future's list of those who wait for it: ``concurrent.futures.wait`` and ``as_completed`` append to it first."""
 
-    def __init__(self, course: RunCourse) -> None:
+    def __init__(self, status: RunStatus) -> None:
         super().__init__()
-        self._course = course
+        self._status = status
 
     def append(self, waiter: object) -> None:
-        self._course.before_wait()
+        self._status.before_wait()
         super().append(waiter)
 
 
@@ -216,8 +216,8 @@ def found_as(handle: LaunchHandle) -> tuple[str, int]:
 
 
 @dataclass(eq=False)
-class RunCourse:
-    """The state of a run while it is driven."""
+class RunStatus:
+    """What is known of a run while it is driven."""
 
     loop: LaunchLoop
     surroundings: Context | None = None  # of the call; None: those at its beginning
@@ -236,7 +236,7 @@ class RunCourse:
     place: Callable[[], LivePlace | None] = lambda: None  # for lines that change; None: it has its own
     trial: str = ""  # the label of its output among the trials of a sweep; "": it is not in one
     pid: int = field(default_factory=os.getpid)  # of the process that has submitted it
-    row: deque[RunCourse] | None = None  # the runs that want the same devices, this one among them
+    row: deque[RunStatus] | None = None  # the runs that want the same devices, this one among them
     handle: LaunchHandle | None = None  # of its ranks, while they are driven
     asked: set[str] = field(default_factory=set)  # of these ranks: to "stop", to "end"
     _telling: int | None = None  # the thread that calls back for its reports

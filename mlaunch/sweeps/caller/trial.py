@@ -24,7 +24,7 @@ from mlaunch.caller.report.user_frames import raises_from_caller
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import Context
 from mlaunch.sweeps.caller.launch_loop import loop
-from mlaunch.sweeps.caller.run_future import Run, RunCourse
+from mlaunch.sweeps.caller.run_future import Run, RunStatus
 from mlaunch.sweeps.caller.submitted_call import drive
 from mlaunch.sweeps.caller.trial_file import TrialKey, says_all_of_itself
 
@@ -169,9 +169,9 @@ class Trial(Run):
     def __init__(self, plan: TrialPlan, sweep: SweepOfTrials) -> None:
         place = functools.partial(sweep.place, plan.number)
         around = dataclasses.replace(plan.surroundings, given=given_in_words(plan.given))
-        course = RunCourse(loop, around, place=place, trial=plan.label)
-        super().__init__(plan.name, arguments_of(plan.call), course)
-        course.begins, course.has_followers = self._go_on, sweep.has_waiting
+        status = RunStatus(loop, around, place=place, trial=plan.label)
+        super().__init__(plan.name, arguments_of(plan.call), status)
+        status.begins, status.has_followers = self._go_on, sweep.has_waiting
         self.given, self.label, self.key = plan.given, plan.label, plan.key
         self._plan, self._sweep = plan, sweep
         self._lock = renewed(threading.Lock())
@@ -186,31 +186,31 @@ class Trial(Run):
             if self._is_driven:
                 return False
             self._is_driven, self._then = True, then
-        drive(self, self._course, self._plan.options, self._plan.call, self._plan.keep_report)
+        drive(self, self._status, self._plan.options, self._plan.call, self._plan.keep_report)
         return True
 
     def take(self, values: list[Any], seconds: float | None) -> None:
         """Set the values of an earlier sweep, instead of running it."""
         self._is_driven, self.seconds = True, seconds
-        self._course.finish()
+        self._status.finish()
         self.set_result(values)
 
     def ask_to_cancel(self) -> None:
         """Begin what ``cancel`` does; do not wait for it."""
-        self._course.cancelling = True
+        self._status.cancelling = True
         self.begin()
-        self._course.notify()
+        self._status.notify()
 
     def cancel(self) -> bool:
         if not self.done():
-            self._course.check_process()
+            self._status.check_process()
             self.ask_to_cancel()
         return super().cancel()
 
     def end(self) -> None:
         """Do what ``cancel`` does, and wait for the end, unless in a callback."""
         self.ask_to_cancel()
-        if not self._course.in_callback():
+        if not self._status.in_callback():
             self._wait_for_end()
 
     @raises_from_caller
@@ -236,7 +236,7 @@ class Trial(Run):
     def _end(self, how: Ended | BaseException) -> None:
         self.seconds = None if self._begun is None else time.monotonic() - self._begun
         self._go_on()
-        if not self._course.cancelled:
+        if not self._status.cancelled:
             self._sweep.ends(self, how)
         super()._end(_to_keep(how))
 
