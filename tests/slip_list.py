@@ -695,7 +695,7 @@ SLIPS = (
     Slip(
         "members of engines",
         "others_that_join",
-        "engines/caller/launch/agents_of_machines.py",
+        "engines/caller/launch/merged_agent.py",
         "                self._send(Cancel(), but=machine)  # machines that still join would wait for this one\n",
         "",
         ("contract/test_engine_calls.py::test_an_agent_that_is_killed_while_others_join_ends_the_call",),

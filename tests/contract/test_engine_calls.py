@@ -31,8 +31,8 @@ from mlaunch.caller.running_launches import ask
 from mlaunch.cli import main
 from mlaunch.engines import Command, Ends, Engine, Hosts, Placement, Ray, Slurm
 from mlaunch.engines.caller.launch import heartbeats
-from mlaunch.engines.caller.launch.agents_of_machines import MergedAgent
 from mlaunch.engines.caller.launch.machines import Machine
+from mlaunch.engines.caller.launch.merged_agent import MergedAgent
 from mlaunch.engines.member import member
 from mlaunch.engines.member.machine_launch import MachineLaunch, SignalsHere
 from mlaunch.engines.member.member import MachinePlan

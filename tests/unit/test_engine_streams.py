@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from mlaunch.engines.caller.launch.agents_of_machines import Backlog
 from mlaunch.engines.caller.launch.machines import last_lines
+from mlaunch.engines.caller.launch.merged_agent import Backlog
 from mlaunch.engines.member.machine_launch import CallersHeartbeat, MachineLaunch
 from mlaunch.engines.wire.first_process import Mux
 from mlaunch.engines.wire.frame_stream import Content, ForgedError, FrameCodes, FrameStream, NoiseError

@@ -12,8 +12,8 @@ import pytest
 
 from mlaunch.base.fds import memory_file
 from mlaunch.engines.caller.launch import kept_launch
-from mlaunch.engines.caller.launch.agents_of_machines import Patience
 from mlaunch.engines.caller.launch.kept_launch import KeptAgents
+from mlaunch.engines.caller.launch.merged_agent import Patience
 from mlaunch.engines.wire.member_messages import FromAgent
 from mlaunch.protocol import payload
 from mlaunch.protocol.messages import (

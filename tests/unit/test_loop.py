@@ -132,7 +132,7 @@ INSIDE = {
     "mlaunch.engines.caller.launch.machines": "test_machines_that_are_held",
     "mlaunch.engines.member.member": "test_machines_that_are_held",
     "mlaunch.engines.wire.member_messages": "test_machines_that_are_held",
-    "mlaunch.engines.caller.launch.agents_of_machines": "test_machines_that_are_held",
+    "mlaunch.engines.caller.launch.merged_agent": "test_machines_that_are_held",
     "mlaunch.engines.caller.placement": "test_machines_that_are_held",
     "mlaunch.launch": "test_the_modules_that_are_commands",
     "mlaunch.protocol.this_rank": "test_a_launch_inside_a_rank_that_was_not_meant",

@@ -16,9 +16,9 @@ from mlaunch.base.exceptions import RankFailure
 from mlaunch.caller.running_launches import ask
 from mlaunch.engines import Ends
 from mlaunch.engines.caller import engine_names
-from mlaunch.engines.caller.launch.agents_of_machines import MergedAgent, Patience
 from mlaunch.engines.caller.launch.machines import Machine
 from mlaunch.engines.caller.launch.machines_requests import MachinesInspection
+from mlaunch.engines.caller.launch.merged_agent import MergedAgent, Patience
 from mlaunch.engines.wire.frame_stream import FrameStream
 from mlaunch.engines.wire.member_messages import FromAgent, MachineDone, ServerEnded
 from mlaunch.protocol.messages import Cancel

@@ -18,10 +18,10 @@ from mlaunch.caller.launch.plan import Attempt
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.output_plan import OutputPlan, output_plan
 from mlaunch.caller.output.relay import Relay
-from mlaunch.engines.caller.launch.agents_of_machines import EndOf, MergedAgent, Patience
 from mlaunch.engines.caller.launch.engine_launch import AllServers, MachinesLaunch, Work, with_hosts
 from mlaunch.engines.caller.launch.machines import Machine, PlacedMachines
 from mlaunch.engines.caller.launch.machines_requests import MachinesInspection
+from mlaunch.engines.caller.launch.merged_agent import EndOf, MergedAgent, Patience
 from mlaunch.engines.wire.member_messages import Offer
 from mlaunch.protocol import payload
 from mlaunch.protocol.messages import (
