@@ -45,7 +45,7 @@ class NoRoomError(Exception):
 
 @dataclass
 class EarlyWatch:
-    """Hears those who may end a launch before it has a supervisor: its caller, its fork server, its deadline.
+    """Watches a launch that has no supervisor yet: its caller, its fork server or its deadline may end it.
 
     ``said``: what the launcher has said meanwhile, with descriptors, for the supervisor.
     """
@@ -101,7 +101,7 @@ class _PendingRank:
 def fork_ranks(context: ForkContext, launcher: AgentsEnd) -> list[RankProcess]:
     """Fork all ranks of this machine, then tell the launcher of them: the last rank need not wait for that.
 
-    Return fewer if the launch is to end already, which their supervisor hears.
+    Return fewer ranks if the launch is to end already; their supervisor finds that out, too.
 
     Raises:
         NoLaunchError: The machine has no room for so many; the launcher has been told.
@@ -122,7 +122,7 @@ def fork_ranks(context: ForkContext, launcher: AgentsEnd) -> list[RankProcess]:
 
 
 def _fork_some(pending_ranks: Sequence[_PendingRank], context: ForkContext, launcher: AgentsEnd) -> list[RankProcess]:
-    """Fork ranks with as little as can be between two forks: what is written to after one is copied again."""
+    """Fork ranks, with as little as possible between two forks: a page that is written to after one is copied again."""
     # Preparing all before the first fork saves 200 copied pages a rank: 81 ms instead of 89 for a call of 8.
     forked = [(_fork(pending, pending_ranks, context.owned), time.monotonic()) for pending in pending_ranks]
     ranks = [_adopt(pending, pid, context.owned) for pending, (pid, _) in zip(pending_ranks, forked, strict=True)]

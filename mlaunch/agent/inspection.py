@@ -23,7 +23,7 @@ from mlaunch.protocol.visitors import STATUS, Reception, answer, tell_launcher
 if TYPE_CHECKING:
     from mlaunch.core.parts import TellLooker
 
-_LISTEN_DELAY = 0.05  # seconds: nobody looks at a launch that is over by then, and it is spared the work
+_LISTEN_DELAY = 0.05  # seconds: a shorter launch is spared the work
 
 
 class Inspection:
@@ -58,22 +58,22 @@ class Inspection:
         return self._spec
 
     def take_guests(self) -> list[tuple[socket.socket, str, str]]:
-        """Return who has come to a feature and stays, with that feature and a word for it, once."""
+        """Return the new visitors that stay with a feature: the connection, the feature and a word for it."""
         return self._reception.take_guests()
 
     def take_request(self) -> tuple[str, int] | None:
-        """Return which feature a command has asked to act, and the command's pid, once; None: none has."""
+        """Return the request of a command to a feature, once: the feature, the command's pid; None if there is none."""
         return self._reception.take_request()
 
     def end_request(self) -> None:
-        """Tell those who asked for a stop that the call is over, where the ranks stay."""
+        """Tell the processes that asked for a stop that the call is over. Called if the ranks stay."""
         self._reception.let_stoppers_go()
 
     def fds(self) -> list[int]:
         return self._reception.fds()
 
     def serve(self, ready: Collection[int]) -> bool:
-        """Answer those who want to know something; return True if anybody has come or said a word."""
+        """Answer visitors; return True if one has come or has said something."""
         has_come = not set(ready).isdisjoint(self._reception.fds())
         if has_come:
             for visitor, word in self._reception.take(ready):
@@ -84,7 +84,7 @@ class Inspection:
         return has_come
 
     def learn(self, details: Details) -> None:
-        """Describe the call that a prepared launch has got from now on."""
+        """Describe a prepared launch by its call from now on."""
         self._spec, self._start = with_details(self._spec, details), self._clock()
 
     def close(self) -> None:

@@ -103,7 +103,7 @@ class SharedNames:
 
 
 def _is_cared_for(kind: str, maker: int) -> bool:
-    """True if a file's maker lives, or a program that may yet remove what the maker has left."""
+    """True if a file's maker is alive, or a program that may still remove what the maker has left."""
     return os.path.exists(f"/proc/{maker}") or any(_CLEANERS[kind] in _read(pid, "cmdline") for pid in _own_processes())
 
 

@@ -53,7 +53,7 @@ class Order:
 
 @frozen_record
 class Home:
-    """Where an agent lives, whatever it serves."""
+    """The surroundings of an agent, which are the same for all launches that it serves."""
 
     server: int  # the fork server's pid
     foreign: OwnedFds  # the fork server's own descriptors, and other launches', which the agent closes
@@ -61,7 +61,7 @@ class Home:
 
 
 def run_agent(order: Order, home: Home) -> NoReturn:
-    """Live an agent's life in a forked process."""
+    """Run an agent in a forked process, and end the process."""
     code = 1
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -104,7 +104,7 @@ def _serve(order: Order, link: Channel[RestingAgentHears, RestingAgentSays] | No
 
 
 def _rest(link: Channel[RestingAgentHears, RestingAgentSays], parent: int) -> Order | None:
-    """Wait for the next launch, as a process that has nothing of the last one; None: there will be none."""
+    """Let go of everything of the last launch, and wait for the next one; None: there will be none."""
     # A process that hosts a thread and then forks can leave the child waiting for a lock of that thread's.
     local_store.let_go()
     _leave_streams()
@@ -180,7 +180,7 @@ def _supervise(
     )  # fmt: skip
     supervisor = _begin(order, spec, scene, watch.deadline)
     went_well = _run(supervisor, spec, inspection, names, launcher)
-    if not _may_say_so(spec) or linux.wait_readable([parent], 0.0):  # then the launcher is to hear of that
+    if not _may_report_end(spec) or linux.wait_readable([parent], 0.0):  # then the launcher is to hear of that
         return False
     if went_well and link is not None:
         link.try_send(Free())  # before the launcher can ask for another
@@ -208,7 +208,7 @@ def _join(spec: LaunchSpec, listener: socket.socket, launcher: AgentsEnd, parent
 def _run(
     supervisor: Supervisor, spec: LaunchSpec, inspection: Inspection, names: SharedNames, launcher: AgentsEnd
 ) -> bool:
-    """Run the launch to the end of its last process, and tell the launcher what nobody removes any more."""
+    """Run the launch until its last process has ended; tell the launcher which files nobody removes any more."""
     try:
         went_well = supervisor.run()
     finally:
@@ -240,8 +240,8 @@ def _begin(order: Order, spec: LaunchSpec, scene: Supervision, deadline: Deadlin
     return supervisor
 
 
-def _may_say_so(spec: LaunchSpec) -> bool:
-    """True if nothing ends with this process that the next call may want: files, a port."""
+def _may_report_end(spec: LaunchSpec) -> bool:
+    """True if this process need not have ended before the next call: it holds no file or port that the call needs."""
     # Ranks are reaped and nothing of theirs is left, so the call need not wait for our exit: that takes as long as
     # unmapping torch does, a tenth of a call of 2 ranks.
     return spec.target is None and spec.cluster is None and spec.port == 0

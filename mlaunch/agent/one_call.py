@@ -55,11 +55,11 @@ class Calls:
         raise NotImplementedError
 
     def end(self, delay: float) -> None:
-        """End the call, which has failed, within that time at the latest."""
+        """End the call, which has failed, after this time at the latest."""
         raise NotImplementedError
 
     def due(self) -> float:
-        """Return when ``take_steps`` is to be called though nothing has come."""
+        """Return when ``take_steps`` is due even if nothing comes."""
         return NEVER
 
     def take_steps(self) -> None:

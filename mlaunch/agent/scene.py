@@ -103,7 +103,7 @@ class Scene:
         self._launch.peers.say(PartSays(self._feature, word))
 
     def hold_deadline(self, *, held: bool) -> None:
-        """Have the call's deadline come no nearer, until the same is said with False."""
+        """Hold the call's deadline, until this is called with False."""
         self._launch.call.deadline.hold(self.clock(), held=held)
 
     def fail(self, failure: RankFailure, *, whole: bool = False) -> None:
@@ -112,7 +112,7 @@ class Scene:
 
 
 class AgentParts:
-    """Those of one launch. ``fail`` ends the call, or (True) the launch."""
+    """The parts of the features in the agent of one launch. ``fail`` ends the call, or (True) the launch."""
 
     def __init__(self, launch: LaunchState, fail: Callable[[RankFailure, bool], None]) -> None:
         self.launch, self.fail = launch, fail
@@ -139,15 +139,15 @@ class AgentParts:
             yield from part.fds()
 
     def hear_machines(self, record: ForPart) -> None:
-        """Pass on a word from where machines meet."""
+        """Pass on a word from the gate, where machines meet."""
         self._part(record.feature).hear_machines(record.word)
 
     def visited(self, feature: str, pid: int) -> None:
-        """Tell a feature that a command, by its pid, has asked for what it does."""
+        """Tell a feature that a command, by its pid, has asked it to act."""
         self._part(feature).visited(pid)
 
     def asked(self, word: bytes, tell: TellLooker) -> None:
-        """Pass on the question of somebody who looks; answer that the feature is not there if so."""
+        """Pass a visitor's question on to a feature, or answer that the feature is missing."""
         from mlaunch.core.load import at_hand  # which most launches do not need
 
         [feature] = [feature.name for feature in FEATURES if word in feature.words]
@@ -162,7 +162,7 @@ class AgentParts:
         return {feature: facts for feature, facts in found.items() if facts}
 
     def due(self, *, ends: bool) -> float:
-        """Return when ``take_steps`` is to be called though nothing has come. ``ends``: the launch is being ended."""
+        """Return when ``take_steps`` is due even if nothing comes. ``ends``: the launch is being ended."""
         due = NEVER
         for part in self._parts.values():
             if part.until_the_end or not ends:

@@ -81,7 +81,7 @@ class Escalation:
         self._longer = self._longer if seconds else 0.0
 
     def force_in(self, seconds: float) -> None:
-        """Force it after that time, if nothing clears this before."""
+        """Force the end after this time, unless ``clear`` is called before."""
         self._force_at = self._clock() + seconds
 
     def skip_asking(self) -> None:
@@ -121,12 +121,12 @@ class Escalation:
 
 
 class Endings:
-    """Hears that a rank has begun to end by failure, before it has ended. ``ranks``: those not reaped, by pidfd.
+    """Notices that a rank has begun to end by failure, before it has ended. ``ranks``: those not reaped, by pidfd.
 
-    The kernel tells of the end of a process when its memory is gone and its files are closed, 3 ms after a rank was
-    killed. By then the others have seen their connections close, and each of them describes that. Of the end of a
-    *thread* it tells at once (Linux 6.9 or later). The threads of a killed process end within microseconds, but for the
-    last of them, which takes the memory down. So two threads of each rank are watched, one of which is not the last.
+    The kernel reports the end of a process when its memory is gone and its files are closed, 3 ms after a rank was
+    killed. Before that, the others have seen their connections close, and each of them describes that. The end of a
+    *thread* is reported at once (Linux 6.9 or later). The threads of a killed process end within microseconds, except
+    the last one, which frees the memory. So two threads of each rank are watched, one of which is not the last.
     """
 
     def __init__(self, ranks: Mapping[int, RankProcess], system: System) -> None:
@@ -136,7 +136,7 @@ class Endings:
         self.due = NEVER  # when ``hear`` begins to watch; ``NEVER``: it has begun, or does not
 
     def watch_soon(self) -> None:
-        """Have ``hear`` begin to watch, in a moment."""
+        """Start to watch in a moment, in ``hear``."""
         self.due = self._system.clock() + WATCH_DELAY
 
     def fds(self) -> list[int]:
@@ -158,7 +158,7 @@ class Endings:
         return failing
 
     def close(self) -> None:
-        """Watch no more: all ranks are about to end."""
+        """Stop watching: all ranks are about to end."""
         self.due = NEVER
         close_all(list(self._watched))
         self._watched.clear()
@@ -172,7 +172,7 @@ class Endings:
 
 
 class Stopping:
-    """Takes the steps when they are due.
+    """The steps that end a launch.
 
     ``ranks``: those that are not reaped, by pidfd. ``on_begin`` is called when the end begins.
     """
@@ -210,7 +210,7 @@ class Stopping:
         return min(self._escalation.due(), self._leave_by, self.endings.due)
 
     def fds(self) -> list[int]:
-        """Return what ``hear`` wants to hear of."""
+        """Return the descriptors that ``hear`` reads."""
         return [*self.asked.fds(), *self.endings.fds()]
 
     def hear(self, ready: Collection[int]) -> None:
@@ -225,7 +225,7 @@ class Stopping:
             self._escalation.within(seconds)
 
     def without_asking(self, *, force: bool, spare_leaving: bool = False) -> None:
-        """Begin at once, with the request to end: nobody is left to hear of stacks. ``force``: without grace."""
+        """Begin at once with the request to end, since nobody is left to read stacks. ``force``: without grace."""
         self._spares_leaving = spare_leaving
         self._escalation.request(0.0 if force else self._grace_period)
 
@@ -255,7 +255,7 @@ class Stopping:
             self.within(0.0)
 
     def end_call(self) -> None:
-        """Be as before the call, which is over on ranks that stay, whatever its deadline has changed."""
+        """Undo what the deadline of a call has changed: the call is over, and its ranks stay."""
         self._spares_leaving, self._entered = True, None
         self.asked.clear()
 

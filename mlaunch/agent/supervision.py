@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class Peers:
-    """There are none, and nothing is told or awaited: ``machines/agent.py`` has those that there are.
+    """The other machines of a launch: none. ``machines/agent.py`` has a subclass for those that there are.
 
     Attributes:
-        alone: There are none.
+        alone: True: there are no other machines.
         agree: Each machine has a caller of its own, so they have to agree on when to stop.
         pids: Of processes that nobody else reaps.
     """
@@ -46,7 +46,7 @@ class Peers:
         return []
 
     def due(self) -> float:
-        """Return when the way to them will count as lost, in monotonic seconds."""
+        """Return when the connection to them counts as lost, in monotonic seconds."""
         return NEVER
 
     def hear(self, ready: Collection[int]) -> RankFailure | ForPart | None:  # noqa: ARG002 - others need it

@@ -125,7 +125,7 @@ class Supervisor:
         return [*(rank.pid for rank in self._ranks.values()), *server, *self._peers.pids]
 
     def _serve(self, ready: set[int]) -> None:
-        """Answer those who have come to look, or to end the launch."""
+        """Answer visitors, who want to know something, or to end the launch."""
         if not self._inspection.serve(ready):
             return
         for visitor, feature, word in self._inspection.take_guests():
@@ -181,13 +181,13 @@ class Supervisor:
         launch_files.copy_error_file(rank.error_file if record.exitcode else "", rank.crash_fd)
         self._launcher.try_send(record, [rank.crash_fd])
         if record.failed and not rank.stopped and rank.answer in {None, AnswerKind.VALUE}:  # else it has told why
-            # After its answer it is the cause of those alone who have seen it: whoever fails by itself counts more.
+            # After its answer it is the cause only of those that have seen it: a rank that fails by itself counts more.
             answered = rank.answer is AnswerKind.VALUE
             self._shared.remember(lambda: dataclasses.replace(failures.from_exit(record), consequence=answered))
         self._stopping.asked.forget(rank)
         self._questions.forget(rank.rank)
         rank.close()
-        # One that has answered costs nobody anything by its end. If others fail of it, it is their cause.
+        # The end of a rank that has answered does no harm. If others fail because of it, it is their cause.
         if (record.failed and rank.answer is not AnswerKind.VALUE) or self._calls.must_stay:
             self._stopping.within(0.0)
 
@@ -234,7 +234,7 @@ class Supervisor:
     # The other machines
 
     def _begin_stopping(self) -> None:
-        """Tell the peers why."""
+        """Tell the other machines why this one stops its ranks."""
         if self._fails:
             self._shared.tell()
 
@@ -248,7 +248,7 @@ class Supervisor:
 
 
 class SharedFailure:
-    """The failure of this machine that its peers are told. ``clock`` gives monotonic seconds."""
+    """The failure of this machine that it tells the other machines. ``clock`` gives monotonic seconds."""
 
     def __init__(self, peers: Peers, clock: Callable[[], float]) -> None:
         self._peers = peers

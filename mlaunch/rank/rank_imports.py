@@ -148,7 +148,7 @@ def watch_files() -> None:
 
 
 def begin_watch() -> None:
-    """Regard present modules as libraries, except what the fork server has imported for the user (``preload=``)."""
+    """Treat present modules as libraries, except those that the fork server imported for the user (``preload=``)."""
     _modules.known.update(sys.modules)
     if _modules.read:
         files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}

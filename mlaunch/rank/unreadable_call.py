@@ -1,6 +1,6 @@
-"""Finds what of a call a rank could not unpickle, by unpickling it once more with pickle's own code in Python.
+"""The part of a call that a rank could not unpickle, found by unpickling it once more with pickle's code in Python.
 
-What cannot be made is replaced by a stand-in, so that all around it can be made, and says where it stands.
+A stand-in replaces what cannot be made, so that everything around it can be made; its place is then looked up.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MOST = 100_000  # objects looked at
 
 
 class _StandIn:
-    """Stands for what could not be made. ``of``: what that was to be made of."""
+    """A replacement for what could not be made. ``of``: what it was to be made of."""
 
     def __init__(self, of: object = None) -> None:
         self.of = of
@@ -27,7 +27,7 @@ class _StandIn:
 
 # Python's own, which is slow and can be looked into; it runs only once C's has failed.
 class _Unpickler(pickle._Unpickler):
-    """Keeps the first error, and goes on."""
+    """An unpickler that keeps the first error, and continues."""
 
     stack: list[Any]
 
@@ -59,7 +59,7 @@ class _Unpickler(pickle._Unpickler):
             self._made_of.setdefault(id(self.stack[-1]), self.stack[-1:]).extend(of)
 
     def path(self, whole: object, stand_in: _StandIn) -> list[str]:
-        """Return the names under which it stands, from outside: of globals, keys, attributes; the shortest way."""
+        """Return the names that lead to the stand-in, from outside: of globals, keys, attributes; the shortest way."""
         ways: list[tuple[object, list[str]]] = [(whole, [])]
         seen = {id(whole)}
         for found, names in ways:
@@ -93,7 +93,7 @@ class _Unpickler(pickle._Unpickler):
 
 
 def culprit(stream: bytes | memoryview, buffers: Iterable[Any]) -> str:
-    """Return what could not be made, where it stands, and what to do; "" if it can be, the second time."""
+    """Return what could not be made, its place, and what to do; "" if it can be made the second time."""
     unpickler, whole = _Unpickler(io.BytesIO(stream), buffers=buffers), None
     try:
         whole = unpickler.load()
@@ -127,7 +127,7 @@ def _name_of(found: Any, args: Sequence[Any]) -> str:
 
 
 def _attributes(found: Any) -> Iterator[tuple[str, object]]:
-    """Yield those of an object; of a function what it uses."""
+    """Yield the attributes of an object; of a function, what it uses."""
     if code := getattr(found, "__code__", None):
         for name, cell in zip(code.co_freevars, getattr(found, "__closure__", None) or (), strict=False):
             try:

@@ -298,7 +298,7 @@ class StampedFile(io.FileIO):
 
 
 def install_main(function: Callable[..., Any], context: Context) -> None:
-    """Make ``__main__`` of this rank look like the caller's, as far as function and arguments have brought it along.
+    """Make ``__main__`` of this rank look like the caller's, as far as it has come with the function and the arguments.
 
     So that plain pickle (torch.save, all_gather_object) finds the classes that the caller's script defined, values
     can go back to the caller by name, and multiprocessing finds the script.
