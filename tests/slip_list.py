@@ -832,10 +832,10 @@ SLIPS = (
     # The agreed stop
     Slip(
         "stop",
-        "looks_of_an_earlier_call",
+        "checks_of_an_earlier_call",
         "agreed_stop/rank.py",
-        "            self._take_call()\n            self._looks += 1\n",
-        "            self._looks += 1\n",
+        "            self._take_call()\n            self._checks += 1\n",
+        "            self._checks += 1\n",
         ("contract/test_stopping.py::test_ranks_stay_after_a_call_that_was_stopped", "unit/test_agreed_stop.py"),
         "the hook of a feature in another feature's process",
     ),
@@ -861,10 +861,10 @@ SLIPS = (
         "stop",
         "decision_before_the_thaw",
         "agreed_stop/rank.py",
-        "        with self._lock:\n            self._decided = call, look, reason\n"
-        '        # After the decision is set: a look that wakes without it would return "".\n        self.thaw(call)\n',
-        "        self.thaw(call)\n        with self._lock:\n            self._decided = call, look, reason\n",
-        ("unit/test_agreed_stop.py::test_threads_in_place_of_ranks_stop_at_the_same_look",),
+        "        with self._lock:\n            self._decided = call, check, reason\n"
+        '        # After the decision is set: a check that wakes without it would return "".\n        self.thaw(call)\n',
+        "        self.thaw(call)\n        with self._lock:\n            self._decided = call, check, reason\n",
+        ("unit/test_agreed_stop.py::test_threads_in_place_of_ranks_stop_at_the_same_check",),
         "two lines change places",
     ),
     # profile=

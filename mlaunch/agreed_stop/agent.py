@@ -19,17 +19,17 @@ from mlaunch.agreed_stop.wire import (
     AgreedStop,
     AskAll,
     AskToStop,
+    CountChecks,
     Freeze,
-    FreezeLooks,
+    FreezeChecks,
     FreezeRanks,
-    NobodyLooks,
+    NobodyChecks,
     RanksFrozen,
     StopAgreed,
-    StopAtLook,
+    StopAtCheck,
     StopOverdue,
     StopRanks,
-    TellLooks,
-    ThawLooks,
+    ThawChecks,
     terms_of,
 )
 from mlaunch.base.text import name_some_ranks
@@ -39,7 +39,7 @@ from mlaunch.protocol import failures
 if TYPE_CHECKING:
     from mlaunch.agent.scene import Scene
 
-ANSWER_TIMEOUT = 0.3  # seconds for ranks to report how often they have looked
+ANSWER_TIMEOUT = 0.3  # seconds for ranks to report how often they have checked
 _NEVER = float("inf")
 
 
@@ -50,19 +50,19 @@ class RankMembers:
     scene: Scene
     call: int = 0
     reason: str = ""
-    take: Callable[[int, int], None] = field(default=lambda _rank, _looks: None)
+    take: Callable[[int, int], None] = field(default=lambda _rank, _checks: None)
 
     def working(self) -> Collection[int]:
         return self.scene.working()
 
     def freeze(self, member: int) -> None:
-        self.scene.ask(member, FreezeLooks(self.call), self.take)
+        self.scene.ask(member, FreezeChecks(self.call), self.take)
 
     def thaw(self, member: int) -> None:
-        self.scene.tell(member, ThawLooks(self.call))
+        self.scene.tell(member, ThawChecks(self.call))
 
-    def stop_at(self, member: int, look: int) -> None:
-        self.scene.tell(member, StopAtLook(self.call, look, self.reason))
+    def stop_at(self, member: int, check: int) -> None:
+        self.scene.tell(member, StopAtCheck(self.call, check, self.reason))
 
 
 class StopRequest(AgentPart):
@@ -76,10 +76,10 @@ class StopRequest(AgentPart):
         self._asked_at = 0.0
         self._freeze: Freeze | None = None  # this machine's part
         self._agreed: AgreedStop | None = None  # the agreement, if this agent runs it
-        self._looks: dict[int, int | None] = {}
+        self._checks: dict[int, int | None] = {}
         self._half_at = self._end_at = self._tell_at = _NEVER
         self._said = False
-        self._asked_by: int | None = None  # the process whose ``mlaunch stop`` must learn if no rank looks
+        self._asked_by: int | None = None  # the process whose ``mlaunch stop`` must learn if no rank checks
 
     @property
     def looks_for_answers(self) -> bool:
@@ -98,7 +98,7 @@ class StopRequest(AgentPart):
         elif isinstance(word, FreezeRanks):
             self._freeze_for_others(word.reason)
         elif self._freeze is not None and isinstance(word, StopRanks):
-            self._freeze.stop_at(word.look)
+            self._freeze.stop_at(word.check)
         elif self._freeze is not None:
             self._freeze.thaw()
 
@@ -122,13 +122,13 @@ class StopRequest(AgentPart):
 
     def hear_machines(self, word: object) -> None:
         """Follow an order of the gate, which runs the agreement of all machines."""
-        if isinstance(word, NobodyLooks):
+        if isinstance(word, NobodyChecks):
             if self._asked_by is not None:
                 self._give_up(self._asked_by)
             return
         self.hear(word, self._scene.call)
         if self._freeze is not None and isinstance(word, StopRanks):
-            self._scene.say(StopAgreed(word.reason, self._asked_at, word.look))
+            self._scene.say(StopAgreed(word.reason, self._asked_at, word.check))
 
     def _freeze_for_others(self, reason: str) -> None:
         if self._freeze is None:
@@ -156,14 +156,14 @@ class StopRequest(AgentPart):
             else:
                 self._scene.say(frozen)
         if self._clock() >= min(self._half_at, self._end_at):
-            self._ask_looks()
+            self._ask_checks()
         if self._clock() >= self._tell_at:
             self._tell()
 
     def _agree(self, agreed: AgreedStop) -> None:
         if agreed.take_steps():
-            if agreed.look is not None:
-                self._scene.say(StopAgreed(self._members.reason, self._asked_at, agreed.look))
+            if agreed.check is not None:
+                self._scene.say(StopAgreed(self._members.reason, self._asked_at, agreed.check))
             elif agreed.asked_by is not None:
                 self._give_up(agreed.asked_by)
 
@@ -172,20 +172,20 @@ class StopRequest(AgentPart):
         self.over()
         self._scene.fail(failures.from_stop(asked_by), whole=True)
 
-    def _ask_looks(self) -> None:
+    def _ask_checks(self) -> None:
         self._half_at = _NEVER
         self._tell_at = self._clock() + ANSWER_TIMEOUT
         self._end_at = _NEVER if self._clock() >= self._end_at else self._end_at
-        self._looks = dict.fromkeys(self._members.working(), None)
-        for rank in self._looks:
-            self._scene.ask(rank, TellLooks(self._members.call), self._looks.__setitem__)
+        self._checks = dict.fromkeys(self._members.working(), None)
+        for rank in self._checks:
+            self._scene.ask(rank, CountChecks(self._members.call), self._checks.__setitem__)
 
     def _tell(self) -> None:
         """Report why ranks still work: to the caller at half time, and as the failure that ends them at last."""
         self._tell_at = _NEVER
         working = self._members.working()
-        look = self._freeze.look if self._freeze is not None else None
-        why = why_not(look, {rank: count for rank, count in self._looks.items() if rank in working})
+        check = self._freeze.check if self._freeze is not None else None
+        why = why_not(check, {rank: count for rank, count in self._checks.items() if rank in working})
         if not why:
             return
         if self._end_at < _NEVER:
@@ -205,18 +205,18 @@ class StopRequest(AgentPart):
 part = StopRequest
 
 
-def why_not(look: int | None, looks: Mapping[int, int | None]) -> str:
+def why_not(check: int | None, checks: Mapping[int, int | None]) -> str:
     """Return in words why ranks still work.
 
     Args:
-        look: The look at which all should stop; None: they have not agreed.
-        looks: How often each rank has called ``mlaunch.stopping()``; None: its control thread does not answer.
+        check: The check at which all should stop; None: they have not agreed.
+        checks: How often each rank has called ``mlaunch.stopping()``; None: its control thread does not answer.
     """
-    silent = [rank for rank, count in looks.items() if count is None]
-    counts = {rank: count for rank, count in looks.items() if count is not None}
+    silent = [rank for rank, count in checks.items() if count is None]
+    counts = {rank: count for rank, count in checks.items() if count is not None}
     never = [rank for rank, count in counts.items() if count == 0]
-    behind = {rank: count for rank, count in counts.items() if look is not None and 0 < count < look}
-    heard = [rank for rank, count in counts.items() if look is not None and count >= look]
+    behind = {rank: count for rank, count in counts.items() if check is not None and 0 < count < check}
+    heard = [rank for rank, count in counts.items() if check is not None and count >= check]
     parts = []
     if silent:
         parts.append(f"{name_some_ranks(silent)} cannot answer (C code holds the interpreter lock, or the process is "
@@ -225,7 +225,7 @@ def why_not(look: int | None, looks: Mapping[int, int | None]) -> str:
         parts.append(f"{name_some_ranks(never)} never called mlaunch.stopping()")
     if behind and max(behind.values()) - min(behind.values()) > 1:
         counted = ", ".join(f"rank {rank}: {count} times" for rank, count in list(behind.items())[:8])
-        parts.append(f"the ranks call mlaunch.stopping() unequally often ({counted}; all stop at call {look})")
+        parts.append(f"the ranks call mlaunch.stopping() unequally often ({counted}; all stop at call {check})")
     elif behind:
         parts.append(f"{name_some_ranks(list(behind))} did not call mlaunch.stopping() again")
     if heard:

@@ -84,7 +84,7 @@ def ask_to_stop(launch: TakesWords, reason: str) -> None:
 def noted(news: object, name: str) -> Note:
     """Return the note that a launch of this name makes of its agent's news."""
     if isinstance(news, StopAgreed):
-        return Note(facts={"stopped": Stopped(news.reason, news.asked, news.look)})
+        return Note(facts={"stopped": Stopped(news.reason, news.asked, news.check)})
     if isinstance(news, StopOverdue):
         return Note(
             f"{name} was asked to stop {news.seconds:g} s ago and still runs: {news.why}; it will be ended in "

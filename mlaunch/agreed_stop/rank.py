@@ -1,11 +1,11 @@
-"""``mlaunch.stopping``: the reason if the ranks must stop, with the same answer at the same look on every rank.
+"""``mlaunch.stopping``: the reason if the ranks must stop, with the same answer at the same check on every rank.
 
-    main thread      look: count -> is it frozen? --no--> go on
+    main thread      check: count -> is it frozen? --no--> continue
                                          \\--yes--> wait for the decision
     control thread   freeze -> tell the count ... stop at the highest count of all ranks, plus one
 
 The main thread counts before it checks for the freeze; the control thread freezes before it reads the count. So either
-the rank waits for the decision, or its look is among those that the decision counts, and no rank is past the step at
+the rank waits for the decision, or its check is among those that the decision counts, and no rank is past the step at
 which all stop. (TSL's preemption sync manager does the same.)
 """
 
@@ -13,52 +13,52 @@ from __future__ import annotations
 
 import threading
 
-from mlaunch.agreed_stop.wire import FreezeLooks, StopAtLook, TellLooks, ThawLooks
+from mlaunch.agreed_stop.wire import CountChecks, FreezeChecks, StopAtCheck, ThawChecks
 from mlaunch.base.fds import in_forks
 from mlaunch.protocol import this_rank
 
 
 class StopPoint:
-    """The count of this rank's looks in its present call, and the look at which it must stop."""
+    """The count of this rank's checks in its present call, and the check at which it must stop."""
 
     def __init__(self) -> None:
-        # Reentrant: a signal handler may look during a look. Not the condition's own methods: an asynchronous exception
-        # in their Python code could leave the lock taken.
+        # Reentrant: a signal handler may check during a check. Not the condition's own methods: an asynchronous
+        # exception in their Python code could leave the lock taken.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._call = this_rank.call
-        self._looks = 0
-        self._alert = False  # a look must do more than count
-        self._frozen = -1  # the call whose looks wait for a decision; -1: none
-        self._decided = (-1, 0, "")  # the call, the look at which it stops, the reason
+        self._checks = 0
+        self._alert = False  # a check must do more than count
+        self._frozen = -1  # the call whose checks wait for a decision; -1: none
+        self._decided = (-1, 0, "")  # the call, the check at which it stops, the reason
 
-    def look(self) -> str:
-        """Count a look. Return the reason to stop; "" if there is none."""
+    def check(self) -> str:
+        """Count a check. Return the reason to stop; "" if there is none."""
         with self._lock:
             self._take_call()
-            self._looks += 1
+            self._checks += 1
             # Only a test of a flag in most cases: training loops call it at each step.
             return self._known() if self._alert else ""
 
     def _known(self) -> str:
         while self._frozen == self._call:
             self._changed.wait()
-        call, look, reason = self._decided
-        return reason if call == self._call and self._looks >= look else ""
+        call, check, reason = self._decided
+        return reason if call == self._call and self._checks >= check else ""
 
     def _take_call(self) -> None:
         """Count from zero if another call runs on a rank that stays. The request for it may have come before."""
         if self._call != this_rank.call:
-            self._call, self._looks = this_rank.call, 0
+            self._call, self._checks = this_rank.call, 0
             self._note()
 
     def freeze(self, call: int) -> int:
-        """Make looks in this call wait for a decision. Return how many there were."""
+        """Make checks in this call wait for a decision. Return how many there were."""
         with self._lock:
             self._take_call()
             self._frozen = call
             self._note()
-            return self._looks if call == self._call else 0
+            return self._checks if call == self._call else 0
 
     def thaw(self, call: int) -> None:
         """End the wait without a decision."""
@@ -66,18 +66,18 @@ class StopPoint:
             self._frozen = -1 if self._frozen == call else self._frozen
             self._note()
 
-    def stop_at(self, call: int, look: int, reason: str) -> None:
-        """Note the decision, and wake a look that waits for it."""
+    def stop_at(self, call: int, check: int, reason: str) -> None:
+        """Note the decision, and wake a check that waits for it."""
         with self._lock:
-            self._decided = call, look, reason
-        # After the decision is set: a look that wakes without it would return "".
+            self._decided = call, check, reason
+        # After the decision is set: a check that wakes without it would return "".
         self.thaw(call)
 
-    def looks(self, call: int | None = None) -> int:
-        """Return how often this rank has looked in a call; None: the present one."""
+    def checks(self, call: int | None = None) -> int:
+        """Return how often this rank has checked in a call; None: the present one."""
         with self._lock:
             self._take_call()
-            return self._looks if call in {None, self._call} else 0
+            return self._checks if call in {None, self._call} else 0
 
     def _note(self) -> None:
         self._alert = self._call in {self._frozen, self._decided[0]}
@@ -96,22 +96,22 @@ def _renew() -> None:
 in_forks(_renew)
 
 
-def answer(about: FreezeLooks | TellLooks) -> int:
-    """Return how often this rank has looked. Called in the control thread."""
-    return _point.freeze(about.call) if isinstance(about, FreezeLooks) else _point.looks(about.call)
+def answer(about: FreezeChecks | CountChecks) -> int:
+    """Return how often this rank has checked. Called in the control thread."""
+    return _point.freeze(about.call) if isinstance(about, FreezeChecks) else _point.checks(about.call)
 
 
-def hear(word: ThawLooks | StopAtLook) -> None:
+def hear(word: ThawChecks | StopAtCheck) -> None:
     """Handle a decision, or the end of the freeze without one. Called in the control thread."""
-    if isinstance(word, StopAtLook):
-        _point.stop_at(word.call, word.look, word.reason)
+    if isinstance(word, StopAtCheck):
+        _point.stop_at(word.call, word.check, word.reason)
     else:
         _point.thaw(word.call)
 
 
 def turns() -> int:
-    """Return how often this rank has looked in its present call."""
-    return _point.looks()
+    """Return how often this rank has checked in its present call."""
+    return _point.checks()
 
 
 def stopping() -> str:
@@ -131,4 +131,4 @@ def stopping() -> str:
         ...         if mlaunch.stopping():
         ...             return save(step)
     """
-    return _point.look()
+    return _point.check()

@@ -13,10 +13,10 @@ caller -> agent    AskToStop
 caller -> agent    FreezeRanks, ThawRanks, StopRanks      (from an engine's caller, which runs the agreement)
 agent -> caller    RanksFrozen                            (to such a caller)
 agent -> caller    StopAgreed, StopOverdue
-agent -> rank      FreezeLooks, TellLooks                 (questions, answered with a count)
-agent -> rank      ThawLooks, StopAtLook
+agent -> rank      FreezeChecks, CountChecks                 (questions, answered with a count)
+agent -> rank      ThawChecks, StopAtCheck
 agent -> gate      AskAll, RanksFrozen                    (machines with a caller each: the gate runs the agreement)
-gate -> agent      FreezeRanks, ThawRanks, StopRanks, NobodyLooks
+gate -> agent      FreezeRanks, ThawRanks, StopRanks, NobodyChecks
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class AskAll:
 
     Attributes:
         patience: Seconds after which machines that cannot answer are left out.
-        unsure: True if it is not known whether ranks call ``stopping()``. If none has, the answer is ``NobodyLooks``.
+        unsure: True if it is not known whether ranks call ``stopping()``. If none has, the answer is ``NobodyChecks``.
     """
 
     reason: str
@@ -76,23 +76,23 @@ class AskAll:
 
 
 @frozen_record
-class NobodyLooks:
+class NobodyChecks:
     """The answer that no rank of any machine has called ``stopping()``."""
 
 
 @frozen_record
 class FreezeRanks:
-    """An order to make the ranks' next looks wait, and to report the counts. ``reason``: why they must stop."""
+    """An order to make the ranks' next checks wait, and to report the counts. ``reason``: why they must stop."""
 
     reason: str
 
 
 @frozen_record
 class RanksFrozen:
-    """News that all working ranks of a machine wait at their next look. ``looks``: the largest count of a rank."""
+    """News that all working ranks of a machine wait at their next check. ``checks``: the largest count of a rank."""
 
     call: int
-    looks: int
+    checks: int
 
 
 @frozen_record
@@ -102,19 +102,19 @@ class ThawRanks:
 
 @frozen_record
 class StopRanks:
-    """An order to stop: the look at which the ranks of all machines stop."""
+    """An order to stop: the check at which the ranks of all machines stop."""
 
-    look: int
+    check: int
     reason: str
 
 
 @frozen_record
 class StopAgreed:
-    """News that the ranks stop at a look, by number. ``asked``: when that was asked for, in seconds of the epoch."""
+    """News that the ranks stop at a check, by number. ``asked``: when that was asked for, in seconds of the epoch."""
 
     reason: str
     asked: float
-    look: int
+    check: int
 
 
 @frozen_record
@@ -127,45 +127,45 @@ class StopOverdue:
 
 
 @frozen_record
-class FreezeLooks:
-    """An order to make the rank's next look in this call (``mlaunch.stopping``) wait, and to report the count."""
+class FreezeChecks:
+    """An order to make the rank's next check in this call (``mlaunch.stopping``) wait, and to report the count."""
 
     call: int
 
 
 @frozen_record
-class TellLooks:
-    """A question how many looks there were in this call."""
+class CountChecks:
+    """A question how many checks there were in this call."""
 
     call: int
 
 
 @frozen_record
-class ThawLooks:
-    """An order to a look that waits to return: there is no decision."""
+class ThawChecks:
+    """An order to a check that waits to return: there is no decision."""
 
     call: int
 
 
 @frozen_record
-class StopAtLook:
-    """The decision: the look of this call at which all ranks stop."""
+class StopAtCheck:
+    """The decision: the check of this call at which all ranks stop."""
 
     call: int
-    look: int
+    check: int
     reason: str
 
 
-StopOrder = FreezeRanks | ThawRanks | StopRanks | NobodyLooks  # of the gate
+StopOrder = FreezeRanks | ThawRanks | StopRanks | NobodyChecks  # of the gate
 
 ANSWER_TIMEOUT = 1.0  # seconds for all members to report their counts; members that have done so wait as long
 PAUSE = 1.0  # seconds for which members continue before they are asked again
-_MOST_LOOKS = 1 << 53
+_MOST_CHECKS = 1 << 53
 
 
-def is_look(said: object) -> TypeGuard[int]:
-    """True if a value from another machine can be a number of looks."""
-    return type(said) is int and 0 <= said <= _MOST_LOOKS  # not isinstance(), which accepts JSON's true
+def is_check_count(said: object) -> TypeGuard[int]:
+    """True if a value from another machine can be a number of checks."""
+    return type(said) is int and 0 <= said <= _MOST_CHECKS  # not isinstance(), which accepts JSON's true
 
 
 class Members(Protocol):
@@ -175,24 +175,24 @@ class Members(Protocol):
         """Return the members that have not ended."""
 
     def freeze(self, member: int) -> None:
-        """Make the member's looks wait, and ask for its count."""
+        """Make the member's checks wait, and ask for its count."""
 
     def thaw(self, member: int) -> None:
         """Let the member continue."""
 
-    def stop_at(self, member: int, look: int) -> None:
-        """Send the member the look at which it stops; it continues until then."""
+    def stop_at(self, member: int, check: int) -> None:
+        """Send the member the check at which it stops; it continues until then."""
 
 
 class Freeze:
-    """The members that are asked to wait. ``look``: the look at which they stop, once it is known."""
+    """The members that are asked to wait. ``check``: the check at which they stop, once it is known."""
 
     def __init__(self, members: Members) -> None:
         self._members = members
         self._asked: set[int] = set()  # members that have not answered
         self._open = False
         self.counts: dict[int, int] = {}  # by members that wait
-        self.look: int | None = None
+        self.check: int | None = None
 
     @property
     def all_wait(self) -> bool:
@@ -212,13 +212,13 @@ class Freeze:
                 self._asked.add(member)
                 self._members.freeze(member)
 
-    def take(self, member: int, looks: int) -> None:
+    def take(self, member: int, checks: int) -> None:
         """Note a member's count. A member that answers too late receives the others' result at once."""
         self._asked.discard(member)
-        if self.look is not None:
-            self._members.stop_at(member, self.look)
+        if self.check is not None:
+            self._members.stop_at(member, self.check)
         elif self._open:
-            self.counts[member] = looks
+            self.counts[member] = checks
         else:
             self._members.thaw(member)
 
@@ -228,11 +228,11 @@ class Freeze:
         for member in frozen:
             self._members.thaw(member)
 
-    def stop_at(self, look: int) -> None:
-        """Send all members the look at which they stop."""
-        self.look = look
+    def stop_at(self, check: int) -> None:
+        """Send all members the check at which they stop."""
+        self.check = check
         for member in self._members.working():
-            self._members.stop_at(member, look)
+            self._members.stop_at(member, check)
 
 
 class AgreedStop:
@@ -252,9 +252,9 @@ class AgreedStop:
         self._round_ends = self._next_at = self._without_at = float("inf")
 
     @property
-    def look(self) -> int | None:
-        """The look at which all stop; None if it is not agreed yet."""
-        return self.freeze.look
+    def check(self) -> int | None:
+        """The check at which all stop; None if it is not agreed yet."""
+        return self.freeze.check
 
     @property
     def due(self) -> float:
@@ -271,7 +271,7 @@ class AgreedStop:
         self.freeze.begin()
 
     def take_steps(self) -> bool:
-        """Take the steps that are due. Return True once, when all have agreed or no rank looks (``unused``)."""
+        """Take the steps that are due. Return True once, when all have agreed or no rank checks (``unused``)."""
         now, counts = self._clock(), self.freeze.counts
         if self.due == float("inf"):
             return False
@@ -281,7 +281,7 @@ class AgreedStop:
         if self.unused:
             self.freeze.thaw()
         elif self.freeze.complete or (now >= self._round_ends and now >= self._without_at and counts):
-            # Plus one: the rank with the highest count may be past that look.
+            # Plus one: the rank with the highest count may be past that check.
             self.freeze.stop_at(max(counts.values()) + 1)
         else:
             self._go_on(now)

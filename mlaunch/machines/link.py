@@ -26,12 +26,12 @@ from mlaunch.agreed_stop.wire import (
     NAME,
     AskAll,
     FreezeRanks,
-    NobodyLooks,
+    NobodyChecks,
     RanksFrozen,
     StopOrder,
     StopRanks,
     ThawRanks,
-    is_look,
+    is_check_count,
 )
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.text import printable
@@ -275,10 +275,10 @@ class JoiningMessages:
 
 
 # Records for features' parts. About a stop that all machines agree on ("unsure" is true if nobody knows whether ranks
-# look for a stop at all):
+# check for a stop at all):
 #
-#     link -> gate   {"stop": reason, "patience": seconds, "unsure": bool}, {"frozen": looks}
-#     gate -> link   {"freeze": reason}, {"thaw": 1}, {"stop_at": look, "reason": reason}, {"unused": 1}
+#     link -> gate   {"stop": reason, "patience": seconds, "unsure": bool}, {"frozen": checks}
+#     gate -> link   {"freeze": reason}, {"thaw": 1}, {"stop_at": check, "reason": reason}, {"unused": 1}
 #
 # About other features. The gate passes these on unread: to the machine of rank 0, or from that one to all others:
 #
@@ -291,7 +291,7 @@ def record_of(said: PartSays) -> Record:
     if isinstance(news, dict):
         return {"part": said.feature, "word": news}
     if isinstance(news, RanksFrozen):
-        return {"frozen": news.looks}
+        return {"frozen": news.checks}
     ask = cast(AskAll, news)
     return {"stop": ask.reason, "patience": ask.patience, "unsure": ask.unsure}
 
@@ -307,14 +307,14 @@ def order_of(record: Record) -> ForPart | None:
 
 def _order_of(record: Record) -> StopOrder | None:
     if "unused" in record:
-        return NobodyLooks()
+        return NobodyChecks()
     if "thaw" in record:
         return ThawRanks()
     if "freeze" in record:
         return FreezeRanks(printable(str(record["freeze"]), _REASON))
-    look = record.get("stop_at")
-    if is_look(look):
-        return StopRanks(look, printable(str(record.get("reason")), _REASON))
+    check = record.get("stop_at")
+    if is_check_count(check):
+        return StopRanks(check, printable(str(record.get("reason")), _REASON))
     return None
 
 

@@ -28,7 +28,7 @@ from mlaunch.agreed_stop.wire import (
     AskAll,
     AskToStop,
     FreezeRanks,
-    NobodyLooks,
+    NobodyChecks,
     RanksFrozen,
     StopRanks,
     StopTerms,
@@ -66,8 +66,8 @@ class Told:
     def thaw(self, member: int) -> None:
         self.said.append(("thaw", member))
 
-    def stop_at(self, member: int, look: int) -> None:
-        self.said.append((f"stop at {look}", member))
+    def stop_at(self, member: int, check: int) -> None:
+        self.said.append((f"stop at {check}", member))
 
     def take(self, **counts: int) -> bool:
         for name, count in counts.items():
@@ -101,7 +101,7 @@ def test_a_rank_that_has_ended_need_not_agree() -> None:
     told.take(r0=4, r2=6)
     told.there.remove(1)
     assert told.take()
-    assert told.stop.look == 7
+    assert told.stop.check == 7
 
 
 def test_a_rank_that_does_not_answer_holds_up_the_others_for_a_moment_only() -> None:
@@ -134,7 +134,7 @@ def test_a_rank_that_does_not_answer_holds_up_the_others_for_a_moment_only() -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("in_step", [True, False])
-def test_threads_in_place_of_ranks_stop_at_the_same_look(in_step: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_in_place_of_ranks_stop_at_the_same_check(in_step: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(7)
     for call in range(60):
         monkeypatch.setattr(this_rank, "call", call)
@@ -144,7 +144,7 @@ def test_threads_in_place_of_ranks_stop_at_the_same_look(in_step: bool, monkeypa
 
         def work(point: StopPoint, barrier: threading.Barrier = barrier) -> None:
             steps = 1
-            while not point.look():
+            while not point.check():
                 barrier.wait(60)
                 steps += 1
             ended.append(steps)  # noqa: B023 - the threads end before the next list
@@ -152,7 +152,7 @@ def test_threads_in_place_of_ranks_stop_at_the_same_look(in_step: bool, monkeypa
         threads = [threading.Thread(target=work, args=(point,), daemon=True) for point in points]
         for thread in threads:
             thread.start()
-        while points[0].looks(call) < chance.randrange(50):
+        while points[0].checks(call) < chance.randrange(50):
             pass
         counts = [point.freeze(call) for point in points]
         for point in points:
@@ -166,16 +166,16 @@ def test_a_request_for_one_call_is_none_for_the_next(monkeypatch: pytest.MonkeyP
     begin = functools.partial(monkeypatch.setattr, this_rank, "call")
     begin(1)
     point = StopPoint()
-    assert (point.look(), point.freeze(1)) == ("", 1)
+    assert (point.check(), point.freeze(1)) == ("", 1)
     point.stop_at(1, 2, "asked")
-    assert (point.look(), point.look()) == ("asked", "asked")
+    assert (point.check(), point.check()) == ("asked", "asked")
     begin(2)
-    assert (point.looks(), point.look(), point.looks(2)) == (0, "", 1)
+    assert (point.checks(), point.check(), point.checks(2)) == (0, "", 1)
     assert point.freeze(3) == 0  # a call that has not come here yet
     point.stop_at(3, 1, "early")
-    assert point.look() == ""
+    assert point.check() == ""
     begin(3)
-    assert point.look() == "early"
+    assert point.check() == "early"
 
 
 def test_elsewhere_nothing_stops() -> None:
@@ -183,7 +183,7 @@ def test_elsewhere_nothing_stops() -> None:
 
 
 @pytest.mark.parametrize(
-    ("look", "looks", "said"),
+    ("check", "checks", "said"),
     [
         (7, {0: 0, 1: 0}, "ranks 0-1 never called mlaunch.stopping()"),
         (7, {0: 7, 1: 6}, "rank 1 did not call mlaunch.stopping() again; rank 0 got the answer and continued"),
@@ -197,8 +197,8 @@ def test_elsewhere_nothing_stops() -> None:
         (7, {}, ""),
     ],
 )
-def test_why_ranks_have_not_stopped(look: int | None, looks: dict[int, int | None], said: str) -> None:
-    assert why_not(look, looks) == said
+def test_why_ranks_have_not_stopped(check: int | None, checks: dict[int, int | None], said: str) -> None:
+    assert why_not(check, checks) == said
 
 
 def test_signals_by_name() -> None:
@@ -243,13 +243,13 @@ def test_machines_agree_as_ranks_do() -> None:
     sent.clear()
     stop.take(first, RanksFrozen(0, 3))
     stop.take(second, RanksFrozen(1, 8))  # of another call
-    for looks in (True, -5, 10**4000, 1e300):
-        stop.take(second, RanksFrozen(0, cast("int", looks)))
+    for checks in (True, -5, 10**4000, 1e300):
+        stop.take(second, RanksFrozen(0, cast("int", checks)))
     assert stop.serve() is None
     stop.take(second, RanksFrozen(0, 5))
     assert stop.serve() is None
     assert sent == [(number, ForPart(NAME, 0, StopRanks(6, "TERM"))) for number in (0, 1)]
-    assert [(record.news.reason, record.news.look) for record in told] == [("TERM", 6)]
+    assert [(record.news.reason, record.news.check) for record in told] == [("TERM", 6)]
     assert not stop.take(second, told[0].news)  # that is for the launch's handle
 
 
@@ -267,14 +267,14 @@ def test_a_signal_on_a_machine_asks_the_ranks_of_all() -> None:
     assert sent == [(number, ForPart(NAME, 0, FreezeRanks("USR1"))) for number in (0, 1)]
 
 
-@pytest.mark.parametrize(("looks", "unused"), [(0, True), (1, False)])
-def test_a_launch_on_machines_that_does_not_look_is_ended(looks: int, unused: bool) -> None:
+@pytest.mark.parametrize(("checks", "unused"), [(0, True), (1, False)])
+def test_a_launch_on_machines_that_does_not_check_is_ended(checks: int, unused: bool) -> None:
     visited = Visited(stops=False)
     stop, [first, second, _], _ = machines_stop(visited)
     visited.asked_by = 77
     assert stop.serve() is None
     stop.take(first, RanksFrozen(0, 0))
-    stop.take(second, RanksFrozen(0, looks))
+    stop.take(second, RanksFrozen(0, checks))
     assert stop.serve() == (77 if unused else None)
 
 
@@ -326,8 +326,8 @@ def test_the_gate_agrees_with_machines_that_have_a_caller_each() -> None:
         assert [wire.said for wire in wires] == [[], [], []]
         stop.hear(1, said(AskAll("TERM", 60.0, unsure=False)))
         assert [wire.said for wire in wires] == [[{"freeze": "TERM"}]] * 3
-        for looks in (True, -5, 10**4000, 1e300, 7.0):
-            stop.hear(0, {"frozen": looks})
+        for checks in (True, -5, 10**4000, 1e300, 7.0):
+            stop.hear(0, {"frozen": checks})
         stop.hear(0, said(RanksFrozen(0, 7)))
         stop.hear(1, said(RanksFrozen(0, 5)))
         assert len(wires[0].said) == 1
@@ -337,7 +337,7 @@ def test_the_gate_agrees_with_machines_that_have_a_caller_each() -> None:
     asyncio.run(talk())
 
 
-def test_the_gate_tells_who_asked_that_nobody_looks() -> None:
+def test_the_gate_tells_who_asked_that_nobody_checks() -> None:
     async def talk() -> None:
         stop, wires = GateStop(), [Wire(), Wire()]
         for number, wire in enumerate(wires):
@@ -353,13 +353,13 @@ def test_the_gate_tells_who_asked_that_nobody_looks() -> None:
 
 def test_orders_of_the_gate() -> None:
     orders: list[tuple[dict[str, Any], object]] = [
-        ({"freeze": "TERM"}, FreezeRanks("TERM")), ({"thaw": 1}, ThawRanks()), ({"unused": 1}, NobodyLooks()),
+        ({"freeze": "TERM"}, FreezeRanks("TERM")), ({"thaw": 1}, ThawRanks()), ({"unused": 1}, NobodyChecks()),
         ({"stop_at": 8, "reason": "TERM"}, StopRanks(8, "TERM")),
     ]  # fmt: skip
     for record, order in orders:
         assert machines_link.order_of(record) == ForPart(NAME, 0, order)
-    for look in ("8", True, -5, 10**4000, 1e300, 8.0, None):
-        assert machines_link.order_of({"stop_at": look, "reason": "TERM"}) is None
+    for check in ("8", True, -5, 10**4000, 1e300, 8.0, None):
+        assert machines_link.order_of({"stop_at": check, "reason": "TERM"}) is None
     assert machines_link.order_of({"beat": 1}) is None
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mlaunch.agreed_stop.wire import AgreedStop, is_look
+from mlaunch.agreed_stop.wire import AgreedStop, is_check_count
 from mlaunch.machines.gate.admission import PATIENCE, Admission, Complaints, Guest
 from mlaunch.machines.gate.roster import Roster, placed, role_ranks
 from mlaunch.machines.wire import control_protocol, machine_records
@@ -273,8 +273,8 @@ class Gate:
 class GateStop:
     """The step at which the ranks of all machines stop, if each machine has its own caller.
 
-    A machine asks for a stop. The gate makes all machines freeze their ranks and report how often each rank has looked
-    for a stop, and tells all at which look to stop. The members are the machines that have not ended, by number.
+    A machine asks for a stop. The gate makes all machines freeze their ranks and report how often each rank has checked
+    for a stop, and tells all at which check to stop. The members are the machines that have not ended, by number.
     """
 
     def __init__(self) -> None:
@@ -294,7 +294,7 @@ class GateStop:
 
     def hear(self, machine: int, record: Mapping[str, object]) -> None:
         """Handle a machine's record about a stop; ignore what is invalid in it."""
-        reason, patience, looks = record.get("stop"), record.get("patience"), record.get("frozen")
+        reason, patience, checks = record.get("stop"), record.get("patience"), record.get("frozen")
         sensible = isinstance(reason, str) and reason.isprintable() and 0 < len(reason) <= _REASON
         if isinstance(patience, bool) or not isinstance(patience, int | float) or not 0 <= patience <= _PATIENCE:
             patience = None
@@ -302,8 +302,8 @@ class GateStop:
             self._reason, clock = str(reason), asyncio.get_running_loop().time
             self._agreed = AgreedStop(self, clock, machine if record.get("unsure") is True else None)
             self._agreed.begin(float(patience))
-        elif self._agreed is not None and is_look(looks):
-            self._agreed.freeze.take(machine, looks)
+        elif self._agreed is not None and is_check_count(checks):
+            self._agreed.freeze.take(machine, checks)
         self.take_steps()
 
     def take_steps(self) -> None:
@@ -331,8 +331,8 @@ class GateStop:
     def thaw(self, member: int) -> None:
         self._post(member, {"thaw": 1})
 
-    def stop_at(self, member: int, look: int) -> None:
-        self._post(member, {"stop_at": look, "reason": self._reason})
+    def stop_at(self, member: int, check: int) -> None:
+        self._post(member, {"stop_at": check, "reason": self._reason})
 
     def _post(self, member: int, record: Record) -> None:
         if member in self._writers:

@@ -21,7 +21,7 @@ from mlaunch.agreed_stop.wire import (
     StopAgreed,
     StopRanks,
     ThawRanks,
-    is_look,
+    is_check_count,
     terms_of,
 )
 from mlaunch.base.fds import close_in_forks
@@ -226,8 +226,8 @@ class MachinesStop:
         if (asked_by := self._inspection.take_request()) is not None:
             self.ask("asked", self._call, None if self._terms.expected else asked_by)
         agreed = self._agreed
-        if agreed is not None and agreed.take_steps() and agreed.look is not None:
-            self._tell(PartSays(NAME, StopAgreed(self._reason, self._asked, agreed.look)))
+        if agreed is not None and agreed.take_steps() and agreed.check is not None:
+            self._tell(PartSays(NAME, StopAgreed(self._reason, self._asked, agreed.check)))
         unused_by = agreed.asked_by if agreed is not None and agreed.unused else None
         return unused_by if self._inspection.stopped_by is None else self._inspection.stopped_by
 
@@ -241,8 +241,8 @@ class MachinesStop:
             self.ask(printable(news.reason, _REASON), self._call)
         elif not isinstance(news, RanksFrozen):
             return False
-        elif self._agreed is not None and news.call == self._call and is_look(news.looks):
-            self._agreed.freeze.take(machine.number, news.looks)
+        elif self._agreed is not None and news.call == self._call and is_check_count(news.checks):
+            self._agreed.freeze.take(machine.number, news.checks)
         return True
 
     @property
@@ -260,8 +260,8 @@ class MachinesStop:
     def thaw(self, member: int) -> None:
         self._send(member, ThawRanks())
 
-    def stop_at(self, member: int, look: int) -> None:
-        self._send(member, StopRanks(look, self._reason))
+    def stop_at(self, member: int, check: int) -> None:
+        self._send(member, StopRanks(check, self._reason))
 
     def _send(self, member: int, word: FreezeRanks | ThawRanks | StopRanks) -> None:
         for machine in self._there.values():
