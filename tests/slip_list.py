@@ -841,7 +841,7 @@ SLIPS = (
     ),
     Slip(
         "stop",
-        "looks_of_a_fork",
+        "checks_of_a_fork",
         "agreed_stop/rank.py",
         "in_forks(_renew)\n",
         "",
@@ -862,7 +862,8 @@ SLIPS = (
         "decision_before_the_thaw",
         "agreed_stop/rank.py",
         "        with self._lock:\n            self._decided = call, check, reason\n"
-        '        # After the decision is set: a check that wakes without it would return "".\n        self.thaw(call)\n',
+        '        # After the decision is set: a check that wakes without it would return "".\n'
+        "        self.thaw(call)\n",
         "        self.thaw(call)\n        with self._lock:\n            self._decided = call, check, reason\n",
         ("unit/test_agreed_stop.py::test_threads_in_place_of_ranks_stop_at_the_same_check",),
         "two lines change places",
