@@ -205,7 +205,7 @@ class Board:
 
     def stopped(self, local_rank: int) -> int:
         """Return the number of the latest call that the rank must end; 0 if none."""
-        number: int = _STOP.unpack_from(self._memory, _row(local_rank) + _STOP_AT)[0]
+        number: int = _STOP.unpack_from(self._memory, _HEAD + local_rank * _ROW + _STOP_AT)[0]
         return number
 
     def times(self, local_rank: int) -> tuple[float, ...]:

@@ -15,11 +15,10 @@ import sys
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
-from typing import TYPE_CHECKING
+from types import FrameType, MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
 from mlaunch.base.frames import RUNPY, is_bottom
-from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol.messages import ANY, Frames, GroupNumbers, Operations, RankWait
 from mlaunch.torch_parts import process_groups
 from mlaunch.torch_parts.operations import AllNumbers, Begun, begun_messages, meeting, numbers_of, open_now
@@ -36,12 +35,11 @@ MESSAGES = "messages"  # None once one was begun
 _DEEPEST = 100  # frames, as faulthandler shows
 
 
-@frozen_record
-class _Beginning:
+class _Beginning(NamedTuple):
     """The numbers of this rank as a call began."""
 
     call: int = 0  # its number
-    numbers: Mapping[str, int | None] = field(default_factory=dict)
+    numbers: Mapping[str, int | None] = MappingProxyType({})
     messages: int | None = 0  # that were begun; None: they are not counted
 
 

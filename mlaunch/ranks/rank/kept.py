@@ -61,6 +61,7 @@ class KeptRank(FunctionRank):
 
     def __init__(self, args: RankArgs) -> None:
         super().__init__(args)
+        self._board, self._local_rank = args.results.board, args.local_rank
         self._can_be_called_back = False
         self._was_called_back = False
         self._raised: KeyboardInterrupt | None = None
@@ -118,7 +119,7 @@ class KeptRank(FunctionRank):
 
     def _is_to_end(self) -> bool:
         # The agent notes the number on the board, then signals: a late signal finds a call that it is not about.
-        return not self._is_fork and self._args.results.board.stopped(self._args.local_rank) >= self._number > 0
+        return 0 < self._number <= self._board.stopped(self._local_rank) and not self._is_fork
 
     def _run_task(self, task: Task) -> None:
         if task.errand is Errand.TELL_NUMBERS:
@@ -141,7 +142,7 @@ class KeptRank(FunctionRank):
                 self._can_be_called_back = True
                 if self._is_to_end():  # the signal came before we could raise
                     self._call_back(signal.SIGINT, None)
-                if self._joined_after != self._args.results.board.apart < task.number:  # else a rank is a call ahead
+                if self._joined_after != self._board.apart < task.number:  # else a rank is a call ahead
                     self._join_again(task.number)
                 super()._run_task(task)
             finally:
@@ -157,10 +158,10 @@ class KeptRank(FunctionRank):
 
     def _join_again(self, call: int) -> None:
         """Make the default process group again, which an earlier call has destroyed. Collective."""
-        after, hook = self._args.results.board.apart, sys.excepthook
+        after, hook = self._board.apart, sys.excepthook
         leave_groups()  # this rank may still have it, and cannot use it
         try:
-            there = self._spec, self._args.local_rank, self._args.rendezvous, self._bound
+            there = self._spec, self._local_rank, self._args.rendezvous, self._bound
             group.meet_and_join(*there, again=after, before=self._joined_after)
         except Exception as error:
             raise RuntimeError(
@@ -179,14 +180,14 @@ class KeptRank(FunctionRank):
     def _stale(self) -> str:
         rank_imports.note_new()  # before the caller can change a file
         # One rank of a machine is enough: all have imported from the same files.
-        if self._args.local_rank > 0:
+        if self._local_rank > 0:
             return ""
         return ",".join(rank_imports.stamps()[:_STALE_MODULES])[:_STALE_LIMIT]
 
     def _answer(self, kind: AnswerKind, content: Any, *, consequence: bool = False) -> None:
         process.flush()  # a line without its end belongs to this call, not to the next
         if process_groups.is_apart() and self._task is not None:
-            self._args.results.board.apart = self._task.number
+            self._board.apart = self._task.number
         super()._answer(kind, content, consequence=consequence)
 
     def _seal(self) -> None:
@@ -200,7 +201,7 @@ class KeptRank(FunctionRank):
         if call.freed:
             held_objects.table.free(call.freed)
         if call.seed is not None:
-            seeding.apply(seeding.of_rank(call.seed, self._spec.rank(self._args.local_rank)))
+            seeding.apply(seeding.of_rank(call.seed, self._spec.rank(self._local_rank)))
         return function, call
 
     def _read(self, content: Payload) -> Call:
