@@ -34,7 +34,7 @@ class CallLog:
         return len(self._running)
 
     def wait_over(self, seconds: float) -> bool:
-        """Wait until no call runs, for at most so many seconds; True if none does."""
+        """Wait until no call runs, for ``seconds`` at most; True if none does."""
         until = time.monotonic() + seconds
         while self._running and (left := until - time.monotonic()) > 0:
             time.sleep(min(_PERIOD, left))

@@ -42,7 +42,7 @@ _SIGNALS = (
 
 
 class EndSignal(BaseException):
-    """A signal to this process that its ranks are to get, too, and to end by."""
+    """A signal to this process that is passed on to its ranks, and ends them."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -58,7 +58,7 @@ class _Deferral:
         self._pending: dict[int, FrameType | None] = {}  # each once, however often it came, as in the kernel
 
     def begin(self) -> None:
-        """Take the signals over; none of them if a handler raises meanwhile."""
+        """Take over all signals, or none of them if a handler raises in between."""
         try:
             for number in self._handlers:
                 _signal.signal(number, self.take)
@@ -90,7 +90,7 @@ class _Deferral:
             self._fire()
 
     def _give_back(self, handlers: list[tuple[int, _Handler]]) -> None:
-        """Put all back, even if one that is back raises."""
+        """Put all handlers back, even if one that is back already raises."""
         if not handlers:
             return
         (number, handler), *others = handlers
@@ -112,7 +112,7 @@ class _Deferral:
 
 
 def by_handler(error: BaseException) -> bool:
-    """True if a signal handler has raised it, and not the code that was running."""
+    """True if a signal handler raised the error, and not the code that was running."""
     return bool(getattr(error, _MARK, False))
 
 
@@ -158,7 +158,7 @@ class deferred:
 
 
 class allowed:
-    """A block in which signals are handled as they come, and those that were deferred before."""
+    """A block in which signals are handled as they come, and first those that were deferred."""
 
     def __enter__(self) -> None:
         here = bool(_deferrals) and threading.get_ident() == _main.ident

@@ -1,4 +1,4 @@
-"""``mlaunch.warm_up``: starts the fork server, and prepares the first launch, before they are needed."""
+"""``mlaunch.warm_up``: start the fork server, and prepare the first launch, before they are needed."""
 
 from __future__ import annotations
 

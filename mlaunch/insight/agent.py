@@ -1,4 +1,4 @@
-"""The agent's answers to questions what its ranks do, from ``mlaunch why``, ``stacks``, and its own caller.
+"""The agent's answers to questions about what its ranks do, from ``mlaunch why``, ``stacks``, and its own caller.
 
 Ranks' control threads tell where they are; signals are only for those that do not answer in time: Python 3.11 and 3.12
 read a stack that is not there yet when a signal comes as C code enters the interpreter, and the rank dies.

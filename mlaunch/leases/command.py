@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def check(args: argparse.Namespace, job: Job) -> Job:
-    """Return the job with what the flag says. UsageError for what does not fit together."""
+    """Return the job with the flag's value in it. UsageError for flags that do not go together."""
     if args.lease is None:
         return job
     at_least(1, "--lease", args.lease)

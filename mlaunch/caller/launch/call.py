@@ -78,7 +78,7 @@ def call_on_ranks(
 
 
 def with_parts(options: Options, make: Callable[[CallerParts], Steps]) -> Ended:
-    """Return how the steps ended that ``make`` makes with the parts of the features that the options ask for."""
+    """Make the parts of features that the options ask for, carry out what ``make`` makes with them; return its end."""
     from mlaunch.core.load import CallerParts  # most calls do not need it
 
     parts: CallerParts | None = None
@@ -97,7 +97,7 @@ def with_parts(options: Options, make: Callable[[CallerParts], Steps]) -> Ended:
 
 @dataclass(frozen=True)
 class CallWork:
-    """The state that all attempts share, of a call on ranks of its own.
+    """The state that all attempts at a call on ranks of its own share.
 
     ``many``: its thread drives other calls, too, which must not wait for it. ``surroundings``: those of the moment at
     which the call was asked for; None: those of each attempt. ``granted`` takes what an attempt may use, once it need
@@ -185,9 +185,9 @@ def acquired(
     parts: CallerParts, grant: Grant, server: ForkServer, name: str, tell: Callable[[str], None],
     silence: float = 0.0,
 ) -> Grant:  # fmt: skip
-    """Wait in this thread for what an attempt may use, to be given back once it is started. Can be interrupted.
+    """Wait in this thread for what an attempt may use; give it back once the attempt is started. Can be interrupted.
 
-    ``tell`` gets the reasons, after ``silence``, in seconds.
+    ``tell`` gets the reasons for the wait, after ``silence`` seconds.
     """
     return interrupts.carry_out(with_words(parts.acquire(grant, server, name), tell, silence))
 

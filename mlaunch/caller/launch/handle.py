@@ -102,17 +102,17 @@ class Watchers:
         self.held = False  # a user is debugging
 
     def begin(self, now: float) -> None:
-        """Begin with a call."""
+        """Begin to watch a call."""
         self._watchers, self._asked = [], {}
         self._begun, self._due = now, now + (_SOON if self._spec.sections else _LATE)
 
     def rest(self) -> None:
-        """End with the call."""
+        """Stop: the call is over."""
         self._watchers, self._asked = [], {}
         self._begun = self._due = _NEVER
 
     def hold(self, *, held: bool) -> None:
-        """Stop looking while a user is debugging, or begin again."""
+        """Stop the watchers while a user is debugging, or start them again."""
         self.held = held
         if self._begun < _NEVER:
             self.begin(time.monotonic())

@@ -39,9 +39,9 @@ _FRAME = re.compile(r'File "(.+?)", line (\d+)')
 def start(
     grant: Grant, server: ForkServer, spec: LaunchSpec, call: Call, output: OutputPlan, history: History
 ) -> LaunchHandle:
-    """Start an attempt at a call: if possible in the launch that a server which stays has prepared.
+    """Start an attempt at a call, if possible in the launch that the warm server has prepared.
 
-    In any case the next launch is to be prepared; after one that holds something, only if others wait for the same.
+    The server prepares the next launch in any case; after one that holds devices, only if other calls wait for them.
 
     Raises:
         ServerGoneError: The fork server is gone; nothing was started.

@@ -1,4 +1,4 @@
-"""Carries output of ranks from their pipes to the output of their call, while the caller waits for them.
+"""The way of ranks' output from their pipes to the output of their call, while the caller waits for them.
 
 A rank that prints faster than its pipe is read waits, as on a slow terminal; only a line per stream is held in memory.
 After a rank's death, its pipes are read to their ends.

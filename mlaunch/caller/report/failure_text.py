@@ -229,12 +229,12 @@ _TIMEOUT = (
     "(the report says what each was doing), or needs more time"
 )
 _ABORTED = (
-    "it was in a collective: gloo ends a process so whose tensor has another shape or dtype than another rank's. "
-    "With TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment (env=) torch compares them, and names both sides"
+    "it was in a collective: gloo aborts a process whose tensor has another shape or dtype than another rank's. "
+    "With TORCH_DISTRIBUTED_DEBUG=DETAIL in the environment (env=), torch compares the tensors and names both sides"
 )
 _STARTING = (
-    'it was about to start the threads of a process group: what C++ ends so ("terminate called") is mostly that no '
-    "more can be started, by a pids limit (pids.max of a container's cgroup) or by ulimit -u"
+    'it was about to start the threads of a process group. C++ ends a process there ("terminate called") mostly '
+    "because no more threads can be started: raise the pids limit (pids.max of a container's cgroup), or ulimit -u"
 )
 _NO_THREADS = (
     "no more threads or processes can be started here: raise the pids limit (pids.max of a container's cgroup), or "
@@ -246,8 +246,8 @@ _MAKES_GROUPS = re.compile(
 )
 _HINTS = {
     _NO_MODULE: "ranks look for modules on the sys.path that the caller has when they start, with the caller's "
-    "interpreter: put the module's directory on sys.path before, or install the module into this environment (on other "
-    "machines, there)",
+    "interpreter: put the module's directory on sys.path before the call, or install the module into this environment "
+    "(on other machines, there)",
     "trying to initialize the default process group twice": "mlaunch puts each rank into a process "
     "group before it calls the function: remove the call of init_process_group, and give backend= or timeout= to "
     "launcher for others than the defaults",
@@ -257,8 +257,8 @@ _HINTS = {
     "ms for send operation to complete": _TIMEOUT,
     "ms for recv operation to complete": _TIMEOUT,
     "Watchdog caught collective operation timeout": _TIMEOUT,
-    "Duplicate GPU detected": "NCCL wants a GPU for each rank, and two ranks have the same one: bind each to its own "
-    "(torch.cuda.set_device with LOCAL_RANK), or let ranks share one by backend='gloo'",
+    "Duplicate GPU detected": "NCCL needs a GPU for each rank, and two ranks have the same one: bind each to its own "
+    "(torch.cuda.set_device with LOCAL_RANK), or give backend='gloo', with which ranks can share one",
     "BdbQuit: its input was at its end": "a debugger found nothing to read, since ranks have no terminal: with "
     "debug=True, an option of launcher, its prompt opens where the call was made",
 }

@@ -314,7 +314,7 @@ class History:
     def report_of_values(
         self, spec: LaunchSpec, sizes: Sequence[int], begun: float, printed: Mapping[int, bytes] | None
     ) -> Callable[[], LaunchReport]:
-        """Do the same for a call on ranks that stay, all of which have returned; fast, since most reports are not read.
+        """Like ``report``, for a call on ranks that stay, all of which have returned; fast: most reports are not read.
 
         ``sizes``: of their values, in bytes. ``begun``: the beginning of the call, in monotonic seconds.
         """

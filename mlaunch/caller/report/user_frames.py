@@ -54,7 +54,7 @@ def hide_ours(error: E) -> E:
 
 
 class _Rendering:
-    """Makes the lines that IPython shows. It does not hold the error, which would be a cycle."""
+    """A function that returns the lines that IPython shows. It does not hold the error, which would be a cycle."""
 
     def __call__(self) -> list[str]:
         error: Any = sys.last_value  # IPython has set it to the error that it shows

@@ -133,7 +133,7 @@ def _become_server(
 
 
 class _Waiter:
-    """The exit status of a forked child: waits for it, and remembers it."""
+    """The exit status of a forked child, awaited once and then remembered."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid

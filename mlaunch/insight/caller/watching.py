@@ -154,7 +154,7 @@ class _Rank:
 
 @dataclass
 class RankTable:
-    """Makes the table, and remembers the last one for rates. ``host``: this machine, whose devices can be asked."""
+    """The table of ranks. It remembers the last one, for rates. ``host``: this machine, whose devices can be asked."""
 
     ask_device: AskDevice
     host: str

@@ -195,7 +195,7 @@ class Run(Future[list[Any]]):
 
 
 class _Waiters(list[object]):
-    """Future's list of those who wait for it: ``concurrent.futures.wait`` and ``as_completed`` append to it first."""
+    """Future's list of its waiters: ``concurrent.futures.wait`` and ``as_completed`` append to it first."""
 
     def __init__(self, status: RunStatus) -> None:
         super().__init__()
@@ -245,7 +245,7 @@ class RunStatus:
         self.loop.notify()
 
     def check_process(self) -> None:
-        """Raise RuntimeError in a fork of the process that has submitted it: the fork gets no more of it."""
+        """Raise RuntimeError in a fork of the process that has submitted it, which hears nothing of it."""
         if self.pid != os.getpid():
             raise RuntimeError(
                 f"this run was submitted by process {self.pid}, of which this one is a fork: call it there"

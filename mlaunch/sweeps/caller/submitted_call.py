@@ -44,7 +44,7 @@ in_forks(_rows.clear)
 
 
 def surroundings_of(options: Options) -> Context:
-    """Return what a call takes over from this process now: ranks start later, when it may have changed."""
+    """Return what a call takes over from this process: of now, since its ranks start later."""
     return context_of({**os.environ, **(options.env or {})})
 
 

@@ -256,7 +256,7 @@ def identity_of(function: Callable[..., Any], name: str) -> Identity:
 
 
 class _Forms:
-    """Makes the forms of one thing and of what it holds.
+    """The maker of the forms of one thing and of what it holds.
 
     ``whose``: its name in errors; ``code``: functions, classes and objects have a form, too.
     """
