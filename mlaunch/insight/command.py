@@ -52,7 +52,7 @@ def watch(every: float) -> int:
 
 
 def _why(args: argparse.Namespace) -> int:
-    from mlaunch.insight.caller.stacks_of_ranks import grouped
+    from mlaunch.insight.caller import grouped
     from mlaunch.insight.caller.why_text import sentence
 
     launches = whole(asked(WHY, args))
@@ -68,7 +68,7 @@ def _why(args: argparse.Namespace) -> int:
 
 
 def _stacks(args: argparse.Namespace) -> int:
-    from mlaunch.insight.caller.stacks_of_ranks import grouped
+    from mlaunch.insight.caller import grouped
 
     launches = asked(ALL_STACKS if args.all_threads else STACKS, args)
     if args.json:

@@ -122,7 +122,6 @@ INSIDE = {
     "mlaunch.sweeps.caller.kept_trial": "test_trials_take_the_warm_ranks_of_their_devices",
     "mlaunch.insight.agent": "test_each_trial_has_machines_of_its_own",
     "mlaunch.insight.command": "test_the_command_alone_lists_its_commands",
-    "mlaunch.insight.caller.stacks_of_ranks": "test_each_trial_has_machines_of_its_own",
     "mlaunch.sweeps.caller.run_future": "test_futures_of_launches",
     "mlaunch.sweeps.caller.sweep": "test_a_map_and_a_grid",
     "mlaunch.sweeps.caller.trial": "test_a_map_and_a_grid",

@@ -7,7 +7,7 @@ from typing import Any
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.caller.report.failure_text import FailureText, summarise
 from mlaunch.cli.launch_commands import _entry
-from mlaunch.insight.caller.stacks_of_ranks import grouped
+from mlaunch.insight.caller import grouped
 from mlaunch.protocol.messages import Phase, RankStacks
 from mlaunch.rank import rank_imports
 

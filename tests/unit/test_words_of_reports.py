@@ -23,7 +23,7 @@ from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.report.failure_text import hints_of, in_order, in_words, operation_of, summarise
-from mlaunch.insight.caller.stacks_of_ranks import grouped
+from mlaunch.insight.caller import grouped
 from mlaunch.insight.caller.why_text import view_of
 from mlaunch.protocol import channel, payload
 from mlaunch.protocol.messages import AnswerKind, Phase, RankAnswered, RankGone, RankStacks, RemoteError
@@ -113,7 +113,7 @@ def test_a_pids_limit_that_was_met_is_told(tmp_path: Path, line: str, counter: s
 def test_an_abort_while_a_group_is_made_is_no_collective(within: str) -> None:
     trace = f'File "/x/torch/distributed/distributed_c10d.py", line 2 in {within}\n  File "train.py", line 8 in train\n'
     (told,) = hints_of(RankFailure(1, 5, "was killed by SIGABRT", exitcode=-signal.SIGABRT, traceback=trace))
-    assert "by a pids limit" in told
+    assert "raise the pids limit" in told
     assert "shape" not in told
 
 

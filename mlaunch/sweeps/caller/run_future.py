@@ -28,7 +28,7 @@ from mlaunch.sweeps.caller.launch_loop import LaunchLoop
 from mlaunch.sweeps.caller.report_log import Reported, ReportLog
 
 if TYPE_CHECKING:
-    from mlaunch.insight.caller.stacks_of_ranks import StacksOfRanks
+    from mlaunch.insight.caller import StacksOfRanks
 
 
 class Run(Future[list[Any]]):
@@ -217,7 +217,7 @@ def found_as(handle: LaunchHandle) -> tuple[str, int]:
 
 @dataclass(eq=False)
 class RunStatus:
-    """What is known of a run while it is driven."""
+    """The state of a run while it is driven."""
 
     loop: LaunchLoop
     surroundings: Context | None = None  # of the call; None: those at its beginning
