@@ -87,7 +87,9 @@ def _serve_as_master(spec: LaunchSpec, cluster: Rendezvous, launcher: AgentsEnd,
         where = f"master_ip={cluster.master_ip!r}, port={cluster.port}"
         if spec.target is not None:
             where = f"--master-addr {cluster.master_ip}, --master-port {cluster.port}"
-        why = f"{error.strerror or error}{_advice(spec, error.errno)}"
+        # Python's own words repeat the address.
+        words = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
+        why = f"{words}{_advice(spec, error.errno)}"
         launcher.try_send(Refused(f"this machine cannot be the master at {where}: {why}"))
         raise NoLaunchError from error
     with public:

@@ -62,7 +62,7 @@ class CallTrace(CallerPart):
         ranks, order = spec.world_size, self.section
         if order.ranks is not None and max(order.ranks) >= ranks and not spec.nodes.guessed:
             wanted = self._spell("profile_ranks", order.ranks)
-            raise ValueError(f"{wanted} with ranks 0 to {ranks - 1}: allowed: these")
+            raise ValueError(f"{wanted}: allowed: ranks of this launch, 0 to {ranks - 1}")
 
     def heard(self, news: object) -> None:
         """Append a piece to the part of a rank on another machine, as long as there is room."""

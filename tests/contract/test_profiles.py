@@ -228,7 +228,7 @@ def test_profiles_that_machines_of_an_engine_cannot_make(tmp_path: Path, monkeyp
     with pytest.raises(OSError, match=r"profile='.*no/trace' cannot be written: No such file or directory"):
         launcher(never, 1, engine=engine, profile=tmp_path / "no" / "trace")()
     assert not engine.placements
-    with pytest.raises(ValueError, match=r"profile_ranks=\[2\] with ranks 0 to 1: allowed: these"):
+    with pytest.raises(ValueError, match=r"profile_ranks=\[2\]: allowed: ranks of this launch, 0 to 1"):
         launcher(never, 1, engine=engine, profile=tmp_path / "trace", profile_ranks=[2])()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "full"))
     with pytest.raises(LaunchError, match=r"host m\d: .*the parts of profile= cannot be written to .*/full: No such"):
@@ -242,7 +242,7 @@ def test_where_it_is_refused(tmp_path: Path) -> None:
         launcher(train, 2, profile=path, keep=5.0)
     with pytest.raises(ValueError, match=r"profile='.*' with submit\(\): allowed: None"):
         launcher(train, 2, profile=path).submit()
-    with pytest.raises(ValueError, match=r"profile_ranks=\[0, 2\] with ranks 0 to 1: allowed: these"):
+    with pytest.raises(ValueError, match=r"profile_ranks=\[0, 2\]: allowed: ranks of this launch, 0 to 1"):
         launcher(train, 2, profile=path, profile_ranks=[0, 2])()
     with pytest.raises(ValueError, match=r"Ranks does not take profile \(it would have steps"):
         Ranks(n_gpus=2, profile=path)
@@ -302,7 +302,7 @@ def test_ranks_that_a_command_does_not_have(tmp_path: Path) -> None:
     done = run(tmp_path, "--profile", "t", "--profile-ranks", "0,2", write(tmp_path, "open('it ran', 'w')"))
     assert (done.returncode, done.stderr.splitlines()[-1]) == (
         2,
-        "mlaunch run: --profile-ranks 0,2 with ranks 0 to 0: allowed: these",
+        "mlaunch run: --profile-ranks 0,2: allowed: ranks of this launch, 0 to 0",
     )
     assert os.listdir(tmp_path) == ["train.py"]
 
