@@ -365,7 +365,7 @@ def test_preloaded_modules(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
         schema.check(kept_server, "kept")
         assert kept_server["preload"] == ["fileinput", "cmd"]
         assert launches.command("ps") == 0
-        assert "a fork server (pid" in capfd.readouterr().out
+        assert "a warm fork server (pid" in capfd.readouterr().out
         assert launches.command("warm", "--stop") == 0
     finally:
         launches.end_kept_servers()
