@@ -218,7 +218,7 @@ def test_two_ranks_on_one_gpu() -> None:
 
     with pytest.raises(RuntimeError, match="Duplicate GPU") as caught:
         launcher(train, 1)()
-    assert "share one by backend='gloo'" in caught.value.__notes__[-1]
+    assert "or give backend='gloo', with which ranks can share one" in caught.value.__notes__[-1]
 
 
 def test_a_module_that_ranks_do_not_find() -> None:
