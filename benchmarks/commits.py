@@ -22,6 +22,9 @@ from benchmarks.measure import Row, alternate, compare, table
 _ROOT = Path(__file__).resolve().parent.parent
 _CASES = {
     "warm": "a warm call of 2 ranks",
+    "pause": "a call of 2 ranks, after a pause",
+    "failure": "a call of 2 ranks of which one raises",
+    "first": "an interpreter's first call, of 2 ranks",
     "command": "a command of 2 ranks, mlaunch warm",
     "stay": "an empty call on 4 ranks that stay, 20 in a row",
     "gather": "comm.all_gather of 2 ranks, small",
@@ -45,6 +48,15 @@ def nothing():
 def reduce():
     dist.all_reduce(torch.ones(1))
 
+def fails():
+    if dist.get_rank() == 1:
+        raise ValueError
+    dist.all_reduce(torch.ones(1))
+
+def failure(call):
+    with contextlib.suppress(ValueError):
+        call()
+
 def gather():
     dist.barrier()
     begun = time.perf_counter()
@@ -63,6 +75,14 @@ def measures():
     if case == "warm":
         call = timed(launcher(reduce, 2, device_type="cpu"))
         return lambda: statistics.median(call() for _ in range(10))
+    if case == "pause":
+        call = timed(launcher(reduce, 2, device_type="cpu"))
+        return lambda: statistics.median((time.sleep(0.5), call())[1] for _ in range(5))
+    if case == "failure":
+        call = timed(lambda: failure(launcher(fails, 2, device_type="cpu")))
+        return lambda: statistics.median(call() for _ in range(5))
+    if case == "first":
+        return timed(lambda: subprocess.run([sys.executable, "-c", FIRST], check=True, stdout=subprocess.DEVNULL))
     if case == "command":
         from benchmarks.kept import kept
         script = pathlib.Path(where).parent / "reduce.py"
@@ -90,6 +110,7 @@ def measures():
         return one.machines + one.ranks
     return join
 
+FIRST = "import mlaunch; mlaunch.launcher(print, 2, device_type='cpu')()"
 REDUCE = '''
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")

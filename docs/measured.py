@@ -50,9 +50,9 @@ def sentence(figures: dict[str, Any]) -> str:
     """Says when, on what and by which command figures were made."""
     devices = f"{figures['accelerators']} accelerators" if figures["accelerators"] else "no GPU"
     return (
-        f"Made on {figures['date']} by ``{figures['command']}``, with mlaunch {figures['mlaunch']}, Python "
-        f"{figures['python']} and torch {figures['torch']}, on a virtual machine with {figures['cpus']} CPUs, "
-        f"{figures['memory_gib']} GiB and {devices}."
+        f"These figures were measured on {figures['date']} by ``{figures['command']}``, with mlaunch "
+        f"{figures['mlaunch']}, Python {figures['python']} and torch {figures['torch']}, on a virtual machine with "
+        f"{figures['cpus']} CPUs, {figures['memory_gib']} GiB and {devices}."
     )
 
 

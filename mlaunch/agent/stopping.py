@@ -39,9 +39,9 @@ class Escalation:
 
         within() --> ask --they have told, or STACKS_TIMEOUT--> request --grace period--> force
 
-    One ends a launch (stacks, SIGTERM, SIGKILL), one a call on ranks that stay (``ranks/agent.py``: stacks and numbers,
-    SIGINT, the end of the launch). Failures, deadlines and stops all begin it. ``waits``: ranks have not told all that
-    they were asked.
+    One instance ends a launch (stacks, SIGTERM, SIGKILL). Another ends a call on ranks that stay (``ranks/agent.py``:
+    stacks and numbers, SIGINT, the end of the launch). Failures, deadlines and stops all begin it. ``waits``: ranks
+    have not told all that they were asked.
 
     A failure that looks like the consequence of another rank's holds the first step for a moment, so that the ranks
     that are about to tell the cause are still there to tell it. If a rank is about to end by then (``a_rank_ends``),

@@ -1,1 +1,1 @@
-"""Code of ranks, the processes of a launch. ``joining`` also runs in the ranks of other launchers."""
+"""Code of ranks, the processes of a launch. ``become_rank.py`` also runs in those of other launchers."""

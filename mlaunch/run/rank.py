@@ -1,6 +1,6 @@
 """A rank that runs a command: a script, a module, a function or a program, each as under a fresh interpreter.
 
-Its end does the steps of an interpreter's, except finalising it: torch's threads make that slow, and sometimes fatal.
+At its end it takes an interpreter's steps, but does not finalise it: torch's threads make that slow, sometimes fatal.
 docs/command.rst lists the differences.
 """
 

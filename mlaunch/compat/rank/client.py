@@ -1,7 +1,7 @@
 """MegEngine's client: processes share values under names, barriers and broadcasts, without collectives.
 
-Every wait has a limit, and its error says who is missing. Values are pickled; so they are signed with the server's
-secret, and nothing else is unpickled.
+Every wait has a limit, and its error says who is missing. Values are pickled, and
+signed with the server's secret; a value without that signature is never unpickled.
 """
 
 from __future__ import annotations

@@ -161,9 +161,8 @@ class Scattered:
 def scatter(values: Sequence[Any]) -> Any:
     """Deal values to ranks that stay: anywhere in the arguments of a call, rank i gets the i-th.
 
-    Raises, as the call is made:
-        TypeError: It is not a call on ``Ranks``.
-        ValueError: There are more or fewer values than ranks.
+    The call raises TypeError if it is not a call on ``Ranks``, and ValueError if there are more or fewer values than
+    ranks.
 
     Example:
         >>> losses = ranks.run(step, model, scatter(batches), lr=0.1)

@@ -171,7 +171,7 @@ class Ranks:
             rich: The ranks whose figures and other rich output come back: the "first" of the targets, or "all".
 
         Returns:
-            What to show: the last expression, once if all ranks have the same, otherwise by rank.
+            The value of the last expression, to be shown; once if all ranks have the same, otherwise by rank.
 
         Raises:
             SyntaxError: The text is none of these.
@@ -229,7 +229,7 @@ class Ranks:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The ranks' devices, as the machine numbers them: "cuda:2", "cpu"."""
+        """The ranks' devices by the machine's numbers, such as "cuda:2" or "cpu"."""
         spec = self._set.launch.handle.idle_spec
         return tuple(spec.device(local_rank) for local_rank in range(spec.local_world_size))
 
@@ -244,7 +244,7 @@ class Ranks:
         Does not wait. The call returns as usual; if it does not check, it ends after ``stop_grace``. For any thread.
 
         Returns:
-            Whether a call runs.
+            True if a call runs.
         """
         from mlaunch.core.load import room  # most programs do not need it
 
