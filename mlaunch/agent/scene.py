@@ -97,7 +97,7 @@ class Scene:
     def tell_machines(self, word: object) -> None:
         """Send a word to where the launch's machines meet.
 
-        A dict, whose values JSON has, goes on from there: to the part on the machine of rank 0, or from that one's to
+        A dict of JSON values is passed on from there: to the part on the machine of rank 0, or from that one's to
         all others.
         """
         self._launch.peers.say(PartSays(self._feature, word))

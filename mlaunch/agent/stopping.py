@@ -44,7 +44,7 @@ class Escalation:
     have not told all that they were asked.
 
     A failure that looks like the consequence of another rank's holds the first step for a moment, so that the ranks
-    that are about to tell the cause are still there to tell it. If a rank is about to end by then (``a_rank_ends``),
+    that are about to tell the cause are still there to tell it. If a rank is about to end then (``a_rank_ends``),
     that end is the cause, most likely, and is worth a longer wait, once: the kernel closes the connections of a process
     before it tells that the process has ended, and on a busy machine long before.
     """

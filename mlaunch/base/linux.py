@@ -206,7 +206,7 @@ def has_children() -> bool:
 
 
 def children() -> set[int]:
-    """Return the pids whose parent is this process, zombies included; none where there is no /proc."""
+    """Return the pids whose parent is this process, zombies included; none without /proc."""
     pids: set[int] = set()
     with contextlib.suppress(OSError):
         for task in Path("/proc/self/task").iterdir():

@@ -142,7 +142,7 @@ def report(step: int, **values: Value) -> None:
 
     Raises:
         TypeError: A value of another type.
-        ValueError: The values take more than some 400 characters.
+        ValueError: The values take more than about 400 characters.
     """
     # JSON: a reader must not unpickle what a rank has sent.
     data = json.dumps([_plain("step", step), {name: _plain(name, value) for name, value in values.items()}]).encode()

@@ -6,7 +6,7 @@
 
 A rank that does not come back within the grace period, or whose numbers differ, is out of step with the others. So is
 one, at once, that has entered an operation which another one, who is back, has not: that will never be complete. As
-ranks may come to it late, all are asked again until the grace period is over. There is no way to mend it: the ranks are
+ranks may come to it late, all are asked again until the grace period is over. It cannot be repaired: the ranks are
 stopped, as those of a failed launch are. So they are if one of them ends.
 
 Where other machines have ranks, too, an agent ends its own ranks' part of a call, and who calls them all compares what
@@ -220,7 +220,7 @@ class RepeatedCalls(Calls):
         self._launch.stopping.ask_stacks([rank for rank in self._launch.ranks.values() if rank.working])
 
     def _call_back(self) -> None:
-        """Raise KeyboardInterrupt in those who still work, once; stop all if somebody works in vain."""
+        """Raise KeyboardInterrupt in ranks that still work, once; stop all if one works for nothing."""
         if self._waits_in_vain(self._were_back):
             self._lose(force=False)
             return

@@ -204,7 +204,7 @@ class StoreConnection:
             self._held = size
 
     def close(self) -> None:
-        """Free what is kept for the client. Call this when it is gone."""
+        """Free the client's data. Call this when it is gone."""
         self._hold(0)
         self._give_up()
 

@@ -83,7 +83,7 @@ def test_shared_ranks_are_replaced(write: Write, name: str) -> None:
     try:
         assert answer(name) == [1]
         write("def answer(): return 2 + 0\n")
-        with pytest.warns(RuntimeWarning, match=f"{name} hold.*; fresh ranks, which have it, run the next call"):
+        with pytest.warns(RuntimeWarning, match=f"{name} hold.*; new ranks, which have it, run the next call"):
             assert answer(name) == [1]
         assert answer(name) == [2]
     finally:
@@ -114,7 +114,7 @@ def test_a_reload_names_held_objects_that_keep_their_class(write: Write, name: s
     with Ranks(n_gpus=2) as ranks:
         held = ranks.hold(lambda name: importlib.import_module(name).Model(), name)
         write("class Model: size = 20\n")
-        with pytest.warns(RuntimeWarning, match=r"the held values \d+ keep the classes of before the reload"):
+        with pytest.warns(RuntimeWarning, match=r"the held values \d+ keep their classes from before the reload"):
             assert ranks.reload() == [name]
         assert ranks.run(lambda model: model.size, held) == [1, 1]
 

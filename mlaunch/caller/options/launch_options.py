@@ -233,7 +233,7 @@ class Options:
         300.0,
         StallLimit(),
         "Seconds without progress on any rank (operations, ``mlaunch.progress``, ``mlaunch.stopping``) after which a "
-        'report says once which rank the others wait for; the run goes on. "60 stop" ends it. None: no report.',
+        'report says once which rank the others wait for; the run continues. "60 stop" ends it. None: no report.',
         Flag(
             ("--stall",),
             "SECONDS",
@@ -278,7 +278,7 @@ class Options:
     max_preemptions: int = option(
         0,
         Whole(0),
-        "How often a call starts anew on other machines when the scheduler takes an engine's machines.",
+        "How often a call starts again on other machines when the scheduler takes an engine's machines.",
         Flag(
             ("--max-preemptions",),
             "N",
@@ -329,7 +329,7 @@ class Options:
         None,
         Secret(),
         "A secret that the machines of a launch share, and prove to each other before anything else. None: "
-        "``MLAUNCH_TOKEN``; where that is not set either, whoever reaches the port may join.",
+        "``MLAUNCH_TOKEN``; if that is not set either, anybody who reaches the port may join.",
         Flag(("--token-file",), "FILE", "a secret that all machines share (or MLAUNCH_TOKEN)", MEETING, apart=True),
         variable="MLAUNCH_TOKEN",
         shown=False,
@@ -338,7 +338,7 @@ class Options:
         "all",
         Choice("all", "rank0"),
         '"all": every rank\'s value comes back. "rank0": that of rank 0 alone; the others\' are not even pickled, and '
-        "None stands in the list for them.",
+        "the list has None in their places.",
     )
     output: str = option(
         "all",
@@ -416,7 +416,7 @@ class Options:
         None,
         Seconds(optional=True, none=""),
         "Seconds for which the ranks stay after a call, for the next one of any function with equal options. Each call "
-        "sets the time anew. None: each call starts its own ranks.",
+        "starts that time again. None: each call starts its own ranks.",
     )
     ranks: TakesCalls | None = option(
         None,

@@ -51,7 +51,7 @@ class harmless:
         if place not in _told:
             _told.add(place)
             log.warning(
-                "could not show what ranks do or print, and left it out: %s: %s (%s). The call goes on and loses no "
+                "could not show what ranks do or print, and left it out: %s: %s (%s). The call continues and loses no "
                 "value. Please report this; the traceback is logged at level DEBUG",
                 type(error).__name__, error, place,
             )  # fmt: skip

@@ -22,7 +22,7 @@ P = ParamSpec("P")
 _HOOK = "_render_traceback_"  # IPython calls this method of an exception: the only way to hide its last frame
 _CONTEXTLIB = contextlib.__file__
 _FUTURES = f"{os.sep}concurrent{os.sep}futures{os.sep}"
-_READ_ON = "What every rank was doing stands above, where it says LaunchError."
+_READ_ON = "The report of what every rank was doing is above, at LaunchError."
 
 
 def without_ours(error: E) -> E:

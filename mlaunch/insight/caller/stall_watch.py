@@ -102,4 +102,4 @@ class StallWatch(Watcher):
             self.call.found(Noticed("stall", what), failures.of_run(what, "stalled", final=False))
             return
         lines = [f"has {what}", *(f"  {place}" for place in places)]
-        self._tell("\n".join([*lines, "  the run goes on; stall= (--stall of mlaunch run) says what is done about it"]))
+        self._tell("\n".join([*lines, "  the run continues; stall= (--stall of mlaunch run) decides what happens"]))

@@ -284,8 +284,8 @@ def _give_up(found: Sequence[Remnant], who: str, where: str, last: str) -> None:
     size = sum(one.size or 0 for one in found)
     log.warning(
         "%s starts, though memory of %s is not free after %g s: %s %s (before: %s). If it runs out of memory, give it "
-        "other devices; if nvidia-smi goes on to show what has ended, the driver is stuck, and the device needs a "
-        "reset (nvidia-smi --gpu-reset)",
+        "other devices; if nvidia-smi still shows a process that has ended, the driver is stuck, and the device needs "
+        "a reset (nvidia-smi --gpu-reset)",
         who, where, PATIENCE, _have(found), in_bytes(size) if size else "some", last,
     )  # fmt: skip
 

@@ -173,10 +173,10 @@ def _check_owner(path: Path, status: os.stat_result) -> None:
     mode = stat.S_IMODE(status.st_mode)
     if status.st_uid == os.getuid() and not mode & 0o077:
         return
-    mend = f"chmod 700 {path}" if status.st_uid == os.getuid() else f"set {VARIABLE} to a directory of yours"
+    remedy = f"chmod 700 {path}" if status.st_uid == os.getuid() else f"set {VARIABLE} to a directory of yours"
     raise PermissionError(
         f"{path} must belong to this user with mode 0700, but it belongs to uid {status.st_uid} with mode "
-        f"{mode:04o}: {mend}"
+        f"{mode:04o}: {remedy}"
     )
 
 

@@ -120,7 +120,9 @@ class Held:
     def __reduce__(self) -> tuple[Callable[[str, int], Any], tuple[str, int]]:
         to = present_destination()
         if to is None:
-            raise misuse(TypeError(f"{self!r} stands for objects in its ranks and travels to them alone; see fetch()"))
+            raise misuse(
+                TypeError(f"{self!r} is a handle to objects in its ranks, and can be sent only to them; see fetch()")
+            )
         if not self._finalizer.alive:
             raise misuse(ValueError(f"held value {self._number} was freed"))
         if to.owner != self._owner and not self.alive:

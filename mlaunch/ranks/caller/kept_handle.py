@@ -297,7 +297,7 @@ class KeptHandle(LaunchHandle):
     def _read_answers(self) -> None:
         """Take in the values that ranks have sent past their agent."""
         try:
-            answers = self._direct.drain() if self._direct.hears() else ()
+            answers = self._direct.drain() if self._direct.can_answer() else ()
         except EOFError:  # the ranks are gone, and their agent
             self.relay.unwatch(self._direct.fd)
             self._direct.close_answers()
@@ -355,7 +355,7 @@ class DirectWays:
 
     def intact(self) -> bool:
         """True if the descriptors are still these ways': other code may have closed them and opened files."""
-        return self.hears() and all(way.intact() for way in self.ranks.values())
+        return self.can_answer() and all(way.intact() for way in self.ranks.values())
 
     def others_intact(self) -> bool:
         """True if all descriptors but ``fd`` are intact; ``fd`` is not checked."""
@@ -366,7 +366,7 @@ class DirectWays:
         """True if the descriptors for answers are intact."""
         return bool(self._kept) and self._kept[0].intact()
 
-    def hears(self) -> bool:
+    def can_answer(self) -> bool:
         """True if the descriptors for answers and ``fd`` are intact."""
         if not self._is_watched():
             self._kept[1].forget()

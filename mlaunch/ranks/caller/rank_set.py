@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 _KEPT = 20  # reports
 _INSTEAD = {
-    "max_restarts": "it starts fresh ranks when they are lost; see restart=",
-    "max_preemptions": "the next call starts fresh ranks",
+    "max_restarts": "it starts new ranks when they are lost; see restart=",
+    "max_preemptions": "the next call starts new ranks",
     "keep": "see idle_timeout=",
     "inline": "its ranks are processes",
     "debug": "a decorated function does, for a call on ranks of its own",
@@ -346,7 +346,7 @@ def _close_all() -> None:
 
 def _older_code(names: Sequence[str], *, shared: bool) -> str:
     """Return the sentence on changed modules. ``shared``: the ranks are those of ``keep=``, which nobody can reload."""
-    next_step = "fresh ranks, which have it, run the next call" if shared else "ranks.reload() loads it"
+    next_step = "new ranks, which have it, run the next call" if shared else "ranks.reload() loads it"
     return (
         f"the ranks run older code than the files of {', '.join(names)} hold, since they imported it before the "
         f"change; {next_step}"

@@ -141,14 +141,16 @@ class Ranks:
             self.run(rank_imports.undo_reload)
             rank, text = failed[0]
             raise RuntimeError(
-                f"nothing was reloaded: rank {rank} failed:\n{text.rstrip()}\nmend the module, and reload again"
+                f"nothing was reloaded: rank {rank} failed:\n{text.rstrip()}\nfix the module, and reload again"
             )
         old = sorted({number for numbers in self.run(held_objects.finish_reload) for number in numbers})
         self._set.told_stale.clear()
         self._set.outdated = False
         if old:
             which = ", ".join(map(str, old))
-            warn_caller(f"the held values {which} keep the classes of before the reload; hold them anew to change that")
+            warn_caller(
+                f"the held values {which} keep their classes from before the reload; hold them again to change that"
+            )
         return sorted({name for names, _ in told for name in names})
 
     # Cells

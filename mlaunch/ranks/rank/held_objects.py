@@ -43,7 +43,7 @@ table = Table()
 
 
 def resolve(owner: str, number: int) -> Any:
-    """Return the object that a handle stands for; called as the arguments of a call are unpickled."""
+    """Return the object of a handle; called as the arguments of a call are unpickled."""
     if table.owner != owner or number not in table.objects:
         raise LookupError(f"held value {number} is not in this rank: it belongs to other ranks, or was freed")
     return table.objects[number]

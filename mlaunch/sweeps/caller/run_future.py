@@ -245,7 +245,7 @@ class RunStatus:
         self.loop.notify()
 
     def check_process(self) -> None:
-        """Raise RuntimeError in a fork of the process that has submitted it, which hears nothing of it."""
+        """Raise RuntimeError in a fork of the process that has submitted it: it never learns how the run ended."""
         if self.pid != os.getpid():
             raise RuntimeError(
                 f"this run was submitted by process {self.pid}, of which this one is a fork: call it there"
