@@ -54,7 +54,7 @@ def add_command(commands: Commands) -> None:
     form = doctor.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one JSON list")
     form.add_argument("--report", nargs="?", const="", metavar="FILE", help="print a text for bug reports: versions, "
-                      "limits, variables, no secrets. FILE: what a failed call has printed, to be added")  # fmt: skip
+                      "limits, variables, no secrets. FILE: the output of a failed call, to be added")  # fmt: skip
     doctor.set_defaults(run=_doctor)
 
 

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 _WHAT = """\
 Open a prompt of Python's debugger in ranks of a running launch: a call, ranks that stay, or mlaunch run. Each rank
-stops at its next line of Python; a rank that waits inside C code stops when that code returns. The commands are those
-of debug=True: all n, ranks 1,3 p x, switch 2, who, c, detach, q. Ctrl-C, the end of input and detach leave it, and the
-ranks continue; q ends the launch. Without an ID, the only launch is taken, or several are listed.
+stops at its next line of Python; a rank that waits inside C code stops when that code returns. The commands are
+those of debug=True: all n, ranks 1,3 p x, switch 2, who, c, detach, q. Ctrl-C, the end of input (Ctrl-D) and detach
+leave the debugger, and the ranks continue; q ends the launch. Without an ID, the only launch is taken, or several are
+listed.
 """
 
 

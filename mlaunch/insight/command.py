@@ -27,7 +27,7 @@ def add_command(commands: Commands) -> None:
     stacks = commands.add_parser(
         "stacks",
         help="show where the ranks of a running launch are",
-        description="Show the Python stacks of a running launch, equal ones once. The ranks continue meanwhile.",
+        description="Show the Python stacks of a running launch, identical ones only once. The ranks keep running.",
     )
     add_choice(stacks, "all")
     stacks.add_argument("--all-threads", action="store_true", help=_ALL_THREADS)

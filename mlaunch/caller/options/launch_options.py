@@ -237,8 +237,8 @@ class Options:
         Flag(
             ("--stall",),
             "SECONDS",
-            "say which rank the others wait for, after so long without progress; '60 stop' ends the run; none "
-            "(default: 300)",
+            "after so long without progress, report once which rank the others wait for; '60 stop' ends the run; "
+            "none: no report (default: 300)",
             ENDING,
         ),
     )
@@ -251,8 +251,8 @@ class Options:
         Flag(
             ("--slow",),
             "SHARE",
-            "say it once when the others wait for the same rank for more than this share of their time, such as 10%, "
-            "for 30 s (default: never)",
+            "report once when, over 30 s, the other ranks wait for the same rank for more than this share of their "
+            "time, such as 10% (default: never)",
             ENDING,
             of_python="collectives are timed in Python",
         ),

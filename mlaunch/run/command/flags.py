@@ -220,8 +220,8 @@ def _add_meeting(flags: Flags) -> None:
     group = _group(flags, MEETING)
     flags.flag(group, "--rdzv-endpoint", default="", metavar="HOST:PORT", help="--master-addr and --master-port in one")
     flags.flag(group, "--rdzv-backend", default="static", metavar="NAME", help="how a machine gets its number: static "
-               "(default), by --node-rank; c10d: the machine at the endpoint's address is 0, and of two, the other is "
-               "1; more need --node-rank")  # fmt: skip
+               "(default), by --node-rank; c10d: the machine at the endpoint's address is 0; with two machines, the "
+               "other is 1; with more, give --node-rank")  # fmt: skip
     flags.flag(
         group, "--rdzv-id", default="none", metavar="ID", help="the name of the run: TORCHELASTIC_RUN_ID of the ranks"
     )
