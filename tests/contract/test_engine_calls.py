@@ -871,7 +871,7 @@ def test_heartbeats_are_sent(engine: Threads) -> None:
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"machines": 2}, "machines=2 without engine=: only an engine"),
     ({"engine": Threads(), "world_size": 4}, "world_size=4 with engine=: allowed: None"),
-    ({"engine": Threads(), "output": "raw"}, "output='raw' with engine=: ranks elsewhere have no stream"),
+    ({"engine": Threads(), "output": "raw"}, "output='raw' with engine=: ranks on other machines have no stream"),
 ]
 
 
@@ -900,7 +900,7 @@ MISMADE: list[tuple[Callable[[], object], str]] = [
 def test_other_mistakes() -> None:
     with pytest.raises(TypeError, match=r"engine=<class .*allowed: an engine such as mlaunch.engines"):
         launcher(rank, engine=Threads)
-    with pytest.raises(ValueError, match="output='raw' with engine=: ranks elsewhere have no stream"):
+    with pytest.raises(ValueError, match="output='raw' with engine=: ranks on other machines have no stream"):
         Ranks(engine=Threads(), output="raw")
     engine = Threads()
     engine.heartbeat_timeout = 0
