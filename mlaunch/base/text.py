@@ -51,6 +51,11 @@ def in_two_units(seconds: float) -> str:
     return f"{whole // _DAY} d {whole % _DAY // _HOUR} h"
 
 
+def with_article(noun: str) -> str:
+    """Return a noun with its article, chosen by the first letter: "a list", "an int"."""
+    return f"an {noun}" if noun[:1].lower() in {*"aeio"} else f"a {noun}"
+
+
 def name_ranks(ranks: Sequence[int]) -> str:
     """Return "rank 3", or "ranks 0-2, 4"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks, ', ')}"

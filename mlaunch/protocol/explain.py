@@ -13,6 +13,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+from mlaunch.base.text import with_article
 from mlaunch.protocol import payload
 from mlaunch.protocol.pickling import pickle_by_name
 
@@ -49,9 +50,9 @@ def culprit(value: object, name: str) -> tuple[str, object]:
         # Values may contain themselves.
         seen.add(id(value))
     if not users:
-        return f"{name} is a {type_name(value)}", value
+        return f"{name} is {with_article(type_name(value))}", value
     first, *others = *users, name
-    return f"{first} uses {', which uses '.join(others)}, a {type_name(value)}", value
+    return f"{first} uses {', which uses '.join(others)}, {with_article(type_name(value))}", value
 
 
 def type_name(value: object) -> str:

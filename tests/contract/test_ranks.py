@@ -370,7 +370,7 @@ def test_a_fork_of_the_caller_has_no_right_to_them(ranks: Ranks) -> None:
 
     first = pids_of(ranks)
     said = said_in_fork(use)
-    assert said == f"RuntimeError: these ranks belong to process {os.getpid()}, of which this one is a fork"
+    assert said == f"RuntimeError: these ranks belong to process {os.getpid()}; this process is a fork of it"
     assert pids_of(ranks) == first
 
 

@@ -310,7 +310,7 @@ def test_a_fork_made_while_locks_are_taken_is_refused_at_once(ranks: Ranks) -> N
     child = os.fork()
     if child == 0:
         signal.alarm(int(LIMIT))
-        refused = "of which this one is a fork" in str(caught(lambda: ranks.run(int)))
+        refused = "this process is a fork of it" in str(caught(lambda: ranks.run(int)))
         ranks.close()
         launches.abandon(ranks)  # as the collector does
         os._exit(not refused)

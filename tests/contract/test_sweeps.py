@@ -208,7 +208,7 @@ def in_a_fork(runs: Sweep, folder: Path) -> bool:
     gc.collect()
     for refused in (runs.results, runs.cancel, runs.retry, runs[0].result, runs[1].cancel, runs[1].stop):
         with pytest.raises(
-            RuntimeError, match=f"by process {os.getppid()}, of which this one is a fork: call it there"
+            RuntimeError, match=f"by process {os.getppid()}; this process is a fork of it: call it there"
         ):
             refused()
     (folder / "refused").touch()

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mlaunch.base.text import with_article
 from mlaunch.comm.rank import exchange, world
 
 _DIGEST = 7  # bytes, so that it fits into an int64 with either sign
@@ -189,7 +190,7 @@ def _agreed(mine: Sequence[_Entry]) -> list[_NumberKind]:
                 refusal = OverflowError if one.what.endswith(_LARGE) else TypeError
                 which = f"{one.name!r} of rank {rank}" if len(everyone) > 1 else repr(one.name)
                 what = one.what.partition(" ")[2]
-                raise refusal(f"reduce_dict: {which} is a {what}; allowed: tensors and numbers")
+                raise refusal(f"reduce_dict: {which} is {with_article(what)}; allowed: tensors and numbers")
     difference = _difference([{one.name: one.what for one in theirs} for theirs in everyone])
     if difference:
         raise ValueError(f"reduce_dict: the ranks passed different things: {difference}")

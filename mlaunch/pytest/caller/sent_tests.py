@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from mlaunch.base.text import with_article
 from mlaunch.protocol import explain, payload
 from mlaunch.pytest.rank import fixtures_of_rank
 from mlaunch.pytest.rank.hypothesis_draws import SETTINGS
@@ -101,7 +102,7 @@ def _argument_that_cannot(name: str, value: object) -> str:
         payload.pack(value, "value", most=0).close()
     except Exception as error:  # whatever a __reduce__ may raise
         return (
-            f"the fixture {name!r} gives a {type(value).__qualname__}, which cannot be sent to the ranks "
+            f"the fixture {name!r} gives {with_article(type(value).__qualname__)}, which cannot be sent to the ranks "
             f"({type(error).__name__}: {str(error)[:_SHOWN]}); make it there: @mlaunch.pytest.rank_fixture"
         )
     return ""

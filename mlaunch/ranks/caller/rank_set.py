@@ -272,7 +272,7 @@ class RankSet:
     def _check(self) -> None:
         """Refuse ranks that cannot be used. A fork first: a thread of the parent may have held a lock, now for ever."""
         if self.pid != os.getpid():
-            raise misuse(RuntimeError(f"these ranks belong to process {self.pid}, of which this one is a fork"))
+            raise misuse(RuntimeError(f"these ranks belong to process {self.pid}; this process is a fork of it"))
         if self.closed:
             raise misuse(ClosedError("these ranks were closed; make new ones: Ranks(...)"))
         if sys.is_finalizing():

@@ -9,6 +9,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mlaunch.base.exceptions import hides_our_frames, misuse
+from mlaunch.base.text import with_article
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options, about
 from mlaunch.caller.report.launch_report import LaunchReport
@@ -110,8 +111,9 @@ class Ranks:
         """Run the function on every rank and keep its result there; return the handle of these objects."""
         __tracebackhide__ = True
         if not callable(function) or _is_model(function):
-            raise misuse(TypeError(f"hold() takes a function that makes the object, not a {type(function).__name__}; "
-                                   f"to hold one that is here: hold(lambda: it)"))  # fmt: skip
+            kind = with_article(type(function).__name__)
+            raise misuse(TypeError(f"hold() takes a function that makes the object, not {kind}; to hold one that is "
+                                   f"here: hold(lambda: it)"))  # fmt: skip
         function, args = _unwrapped(function, args)
         number = self._set.next_number()
         try:

@@ -248,7 +248,7 @@ class RunStatus:
         """Raise RuntimeError in a fork of the process that has submitted it: it never learns how the run ended."""
         if self.pid != os.getpid():
             raise RuntimeError(
-                f"this run was submitted by process {self.pid}, of which this one is a fork: call it there"
+                f"this run was submitted by process {self.pid}; this process is a fork of it: call it there"
             )
 
     def in_callback(self) -> bool:

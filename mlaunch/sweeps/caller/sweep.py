@@ -166,7 +166,9 @@ class Sweep(Sequence[Run]):
     def _check_process(self) -> None:
         if self._pid != os.getpid():
             raise misuse(
-                RuntimeError(f"this sweep was begun by process {self._pid}, of which this one is a fork: call it there")
+                RuntimeError(
+                    f"this sweep was begun by process {self._pid}; this process is a fork of it: call it there"
+                )
             )
 
     def rows(self) -> list[dict[str, Any]]:
