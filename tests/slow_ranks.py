@@ -199,7 +199,7 @@ def slowed(times: int, *ways: str) -> None:
             for way in ways or ALL_WAYS:
                 found = []
                 for number in range(times):
-                    while running.is_alive() and "for no rank" not in facts("slowed_steps").get("text", ""):
+                    while running.is_alive() and "no rank makes" not in facts("slowed_steps").get("text", ""):
                         rest(0.5)
                     found.append(slow_down(number % RANKS, way, place))
                     print(f"{way}: {told_of(found[-1:])}", flush=True)
