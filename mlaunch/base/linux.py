@@ -109,7 +109,7 @@ def aside(fd: int) -> int:
 def identity(fd: int) -> tuple[int, int] | None:
     """Return (inode, device) of an open descriptor; None if it is closed."""
     try:
-        return os.fstat(fd)[1:3]  # a part of it, since each short call asks
+        return os.fstat(fd)[1:3]  # not by name, which takes longer: each short call asks
     except OSError:
         return None
 

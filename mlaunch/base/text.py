@@ -52,8 +52,8 @@ def in_two_units(seconds: float) -> str:
 
 
 def with_article(noun: str) -> str:
-    """Return a noun with its article, chosen by the first letter: "a list", "an int"."""
-    return f"an {noun}" if noun[:1].lower() in {*"aeio"} else f"a {noun}"
+    """Return a noun with its article, chosen by its first letter: "a list", "an int", "an _io.TextIOWrapper"."""
+    return f"an {noun}" if noun.lstrip("_")[:1].lower() in {*"aeio"} else f"a {noun}"
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

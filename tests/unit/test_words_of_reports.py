@@ -18,7 +18,7 @@ from mlaunch import comm, launcher
 from mlaunch.agent.machine_limits import Evidence
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.frames import in_letters
-from mlaunch.base.text import name_ranks
+from mlaunch.base.text import name_ranks, with_article
 from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.caller.options.launch_options import Options
@@ -298,3 +298,10 @@ def test_what_a_rank_that_stays_answered_before_is_none_of_this_call() -> None:
     outcome = Outcome(dataclasses.replace(spec, stays=True))
     outcome.take(RankGone(0, 7, -9, Phase.IDLE, answered=True, stopped=False, at=2.0), [os.memfd_create("crash")])
     assert [failure.what for failure in outcome.failures] == ["was killed by SIGKILL"]
+
+
+@pytest.mark.parametrize(
+    "said", ["an int", "a list", "an OrderedDict", "a _thread.lock", "an _io.TextIOWrapper", "a X"]
+)
+def test_the_article_of_a_type(said: str) -> None:
+    assert with_article(said.partition(" ")[2]) == said
