@@ -488,7 +488,7 @@ def test_an_argument_that_cannot_be_pickled(args: Any, kwargs: Any, message: str
     [
         (lambda: (x for x in ()), "a generator, which .*: pass a list of its items, or create it in the function"),
         (functools.partial(open, __file__), "_io.TextIOWrapper, which .*: pass its path, and open it in the function"),
-        (functools.partial(open, __file__, "rb"), "a _io.BufferedReader, which .*: pass its path"),
+        (functools.partial(open, __file__, "rb"), "an _io.BufferedReader, which .*: pass its path"),
         (threading.Lock, "a _thread.lock, which .*: create it in the function"),
     ],
 )  # fmt: skip
