@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # what signal wraps in enumerations, for which a call is too short
 import _thread
+import functools
+import math
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
 
 _Handler = Callable[[int, FrameType | None], Any]
 T = TypeVar("T")
+# Seconds, at most, of one wait in C. Python looks for signals between two steps, so one that comes after the last look,
+# and before the wait begins, does not end it.
+_LOOK = 1.0
 _MARK = "_mlaunch_by_handler"
 _SIGNALS = (
     signal.SIGINT,
@@ -171,10 +176,25 @@ class allowed:
             self._deferral.close()
 
 
+def wait(come: Callable[[float], T], timeout: float | None = None) -> T:
+    """Return what has come within ``timeout`` seconds (None: no limit); signal handlers run meanwhile.
+
+    Args:
+        come: Waits for so many seconds, and returns what has come; something false if nothing has.
+        timeout: The seconds.
+    """
+    left = math.inf if timeout is None else timeout
+    with allowed():
+        while left > _LOOK:
+            if found := come(_LOOK):
+                return found
+            left -= _LOOK
+        return come(left)
+
+
 def wait_readable(fds: Sequence[int], timeout: float | None = None) -> list[int]:
     """Wait as ``linux.wait_readable`` does, but let signal handlers run."""
-    with allowed():
-        return linux.wait_readable(fds, timeout)
+    return wait(functools.partial(linux.wait_readable, fds), timeout)
 
 
 def carry_out(steps: Generator[Need, None, T]) -> T:
@@ -184,8 +204,7 @@ def carry_out(steps: Generator[Need, None, T]) -> T:
         while True:
             try:
                 if not need.row:  # only a process with many calls has one
-                    with allowed():
-                        linux.wait_readable(need.fds, need.timeout)
+                    wait_readable(need.fds, need.timeout)
             except BaseException as interrupt:  # Ctrl-C, or what another signal handler raised
                 need = steps.throw(interrupt)
             else:
@@ -235,8 +254,7 @@ class Condition(_thread.RLock):  # type: ignore[misc]  # stubs call it final; CP
         signals = self._inside.pop()
         self.release()
         try:
-            with allowed():
-                return waiter.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
+            return wait(lambda seconds: waiter.acquire(timeout=max(0.0, seconds)), timeout)
         finally:
             self.acquire()
             self._inside.append(signals)

@@ -1,16 +1,20 @@
-"""Ctrl-C at random moments of a call's first 20 ms, many times: nothing leaks, nothing hangs, the next call works."""
+"""Ctrl-C at the worst moments, and at random ones: nothing leaks, nothing hangs, the next call works."""
 
 from __future__ import annotations
 
 import os
 import random
+import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
 from tests.imported import IMPORTED
 from tests.processes import children, descendants, wait_gone
+from tests.users import users_environ
 
 COUNT = int(os.environ.get("MLAUNCH_INTERRUPTS", "200"))
 SEED = int(os.environ.get("MLAUNCH_INTERRUPTS_SEED", str(random.SystemRandom().randrange(1_000_000))))
@@ -91,3 +95,78 @@ def test_a_second_interrupt_while_the_launch_ends(run_script) -> None:  # type: 
         "    print('interrupted', launcher(lambda: 1, 2)(), len(os.listdir('/proc/self/fd')) - files)\n"
     )
     assert done.stdout == "interrupted [1, 1] 0\n", done.stderr
+
+
+# Once there is a file, the main thread's next wait is interrupted before it begins and after Python's last look for
+# signals: no program can choose that moment from outside.
+BEFORE_A_WAIT = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <poll.h>
+#include <semaphore.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <time.h>
+#include <unistd.h>
+#define LIBRARY(function) dlsym(RTLD_NEXT, function)
+typedef const struct timespec *Until;
+static void interrupt(void) {
+    const char *caller = getenv("CALLER"), *now = getenv("NOW");
+    if (caller && atoi(caller) == getpid() && gettid() == getpid() && !unlink(now)) raise(SIGINT);
+}
+int poll(struct pollfd *fds, nfds_t count, int timeout) {
+    if (timeout) interrupt();
+    return ((int (*)(struct pollfd *, nfds_t, int)) LIBRARY("poll"))(fds, count, timeout);
+}
+int sem_wait(sem_t *lock) {
+    interrupt();
+    return ((int (*)(sem_t *)) LIBRARY("sem_wait"))(lock);
+}
+int sem_clockwait(sem_t *lock, clockid_t clock, Until until) {
+    interrupt();
+    return ((int (*)(sem_t *, clockid_t, Until)) LIBRARY("sem_clockwait"))(lock, clock, until);
+}
+"""
+WAITS = """
+import os, pathlib, signal
+from mlaunch import Ranks, launcher
+os.environ["CALLER"] = str(os.getpid())
+now = pathlib.Path(os.environ["NOW"])
+def wait():
+    print("running", flush=True)  # the caller takes it in, and waits again
+    while True:
+        signal.pause()
+def interrupt():
+    now.touch()
+    wait()
+def waits_for_a_future():
+    submitted = launcher(wait, 1).submit()
+    now.touch()
+    try:
+        submitted.result()
+    finally:
+        submitted.cancel()
+def waits_for_ranks():
+    with Ranks(n_gpus=1) as ranks:
+        ranks.run(interrupt)
+for way in launcher(interrupt, 1), waits_for_a_future, waits_for_ranks:
+    try:
+        way()
+    except KeyboardInterrupt:
+        print("interrupted", launcher(lambda: 1, 1)(), now.exists(), flush=True)
+"""
+
+
+def test_an_interrupt_just_before_a_wait(tmp_path: Path) -> None:
+    """Python does not see it before the wait, and it does not end the wait."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    library, script = tmp_path / "before.so", tmp_path / "script.py"
+    build = [compiler, "-shared", "-fPIC", "-x", "c", "-", "-o", str(library), "-ldl"]
+    subprocess.run(build, input=BEFORE_A_WAIT, text=True, check=True)
+    script.write_text(WAITS)
+    environ = {**users_environ(), "PYTHONPATH": str(ROOT), "LD_PRELOAD": str(library), "NOW": str(tmp_path / "now")}
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environ, cwd=tmp_path, timeout=120)
+    assert done.stdout.count("interrupted [1] False\n") == 3, (done.stdout, done.stderr)

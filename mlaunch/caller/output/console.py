@@ -122,13 +122,14 @@ class Console:
             self.raise_interrupt()  # before the next wait; what is not written yet stays
             patience = max(until - time.monotonic(), _READER_TIMEOUT)
             # Not in a thread: one that hangs in a write at the interpreter's end would hold the stream's lock.
-            poll = select.poll()
-            poll.register(self.blocked or 0, select.POLLOUT)
-            with interrupts.allowed():
-                ready = poll.poll(None if math.isinf(patience) else patience * 1000)
-            if not ready:
+            if not interrupts.wait(self._wait_for_reader, patience):
                 self._leave_unread(self._waiting[0][0])
         self.raise_interrupt()
+
+    def _wait_for_reader(self, timeout: float) -> bool:
+        poll = select.poll()
+        poll.register(self.blocked or 0, select.POLLOUT)
+        return bool(poll.poll(timeout * 1000))
 
     def finish(self, until: float = math.inf) -> None:
         """Wait as ``wait`` does, after the last write, and say how much of it nobody has read."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlaunch.base import linux
 from mlaunch.base.text import in_two_units, name_ranks
-from mlaunch.caller import running_launches
+from mlaunch.caller import interrupts, running_launches
 from mlaunch.debug.caller import asking
 from mlaunch.debug.caller.prompts import StoppedRanks, question, view_of
 from mlaunch.debug.wire import COME, NAME, QUIT, stop_word
@@ -107,7 +107,7 @@ class AttachedRanks:
     def run(self) -> None:
         """Talk with ranks until they are gone. KeyboardInterrupt: the user leaves, and the ranks continue."""
         while self._stopped.channels:
-            self._take(linux.wait_readable(self._fds(), self._timeout()))
+            self._take(interrupts.wait_readable(self._fds(), self._timeout()))
             if self._prompts.quit is not None:
                 self._end()
                 return

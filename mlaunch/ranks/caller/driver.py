@@ -67,8 +67,7 @@ class Driver:
         If all has ended and the call is not over, it belongs to another driver, or soon will.
         """
         if not self._leads(lambda: call.over, call):
-            with interrupts.allowed():
-                call.wait()
+            interrupts.wait(call.wait)
 
     def drive_in_callback(self, over: Callable[[], bool], due: float | None) -> None:
         """Step until ``over`` is True or ``due`` has come, if this is the driver's own thread, in a future's callback.
@@ -174,8 +173,11 @@ class Driver:
     def join(self) -> None:
         """Wait, after the end, until all futures are set, unless called in a callback. Can be interrupted."""
         if threading.current_thread() is not self._thread:
-            with interrupts.allowed():
-                self._thread.join()
+            interrupts.wait(self._has_ended)
+
+    def _has_ended(self, timeout: float) -> bool:
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def _wait_for_end(self) -> None:
         with self._closing:

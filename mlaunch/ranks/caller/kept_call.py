@@ -220,10 +220,11 @@ class KeptCall:
             asked.interrupt(self, error, again=asked is interrupted)
         return asked
 
-    def wait(self) -> None:
-        """Wait until another thread has driven the call to its end."""
-        with self._running:
-            pass
+    def wait(self, timeout: float) -> bool:
+        """Wait until another thread has driven the call to its end; False if it has not within so many seconds."""
+        if ended := self._running.acquire(timeout=timeout):
+            self._running.release()
+        return ended
 
     def close(self) -> None:
         """Release the content that was sent."""

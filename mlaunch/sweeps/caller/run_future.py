@@ -129,8 +129,7 @@ class Run(Future[list[Any]]):
 
     def _wait_for_end(self) -> bool:
         """Wait until its processes are gone; True if it was cancelled."""
-        with interrupts.allowed():
-            self._status.over.wait()
+        interrupts.wait(self._status.over.wait)
         return self.cancelled()
 
     def stacks(self) -> StacksOfRanks:
