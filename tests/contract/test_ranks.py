@@ -465,7 +465,8 @@ def test_output_of_ranks_comes_as_they_were_started(ranks: Ranks, capsys: pytest
     with Ranks(n_gpus=2) as fresh:  # no record of whose start has been heard yet
         assert train.options(ranks=fresh)() == [None, None]
     assert train.options(ranks=ranks)() == [None, None]
-    assert capsys.readouterr().out == "[0-1] printed\n" * 2
+    # On a busy machine one rank's line may come so late that it is not merged with the other's.
+    assert re.fullmatch(r"((\[0-1\] printed\n)|(\[[01]\] printed\n){2}){2}", capsys.readouterr().out)
 
 
 @pytest.mark.slow
