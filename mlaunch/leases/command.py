@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.text import in_two_units, shown
-from mlaunch.cli.parser import UsageError, at_least
+from mlaunch.cli import UsageError, at_least
 
 if TYPE_CHECKING:
     from mlaunch.caller.server.fork_server import ForkServer

@@ -17,7 +17,7 @@ import pytest
 from mlaunch import cli
 from mlaunch.caller.options.launch_options import Options, about
 from mlaunch.caller.output.output_plan import Policy
-from mlaunch.cli.parser import UsageError
+from mlaunch.cli import UsageError
 from mlaunch.protocol.server_messages import Ready
 from mlaunch.run import command as run_command
 from mlaunch.run.command import ending, flags, run_job

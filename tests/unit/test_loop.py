@@ -89,7 +89,7 @@ def stay_for_a_failure() -> None:
 INSIDE = {
     "mlaunch.__main__": "test_the_modules_that_are_commands",
     "mlaunch._version": "test_the_version",
-    "mlaunch.cli.parser": "test_completion",
+    "mlaunch.cli": "test_completion",
     "mlaunch.base.ported_names": "test_a_name_of_another_launcher_says_what_to_use",
     "mlaunch.debug.caller.asking": "test_the_lines_may_come_from_a_program",
     "mlaunch.debug.caller.debugged_handle": "test_the_lines_may_come_from_a_program",

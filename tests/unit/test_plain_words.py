@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from mlaunch.cli.parser import mlaunch_parser
+from mlaunch.cli import mlaunch_parser
 from mlaunch.run.command import flags
 from tests.conftest import ROOT
 

@@ -20,7 +20,7 @@ from mlaunch.base import own_process
 from mlaunch.caller.interrupts import EndSignal
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.caller.server.start_server import Interpreter, start_interpreter
-from mlaunch.cli.parser import UsageError
+from mlaunch.cli import UsageError
 from mlaunch.core import load
 from mlaunch.run.command.ending import FAILED, MISUSE, SIGNALLED, errors, fail, say
 from mlaunch.run.command.flags import parser as parser

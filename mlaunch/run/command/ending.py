@@ -13,7 +13,7 @@ from typing import Any
 
 from mlaunch.base.exceptions import LaunchError, failure_of_text
 from mlaunch.base.text import without_escapes
-from mlaunch.cli.parser import UsageError
+from mlaunch.cli import UsageError
 from mlaunch.core import load
 from mlaunch.protocol import launch_files
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from mlaunch.caller.options.launch_options import Options, about
 from mlaunch.caller.options.option_fields import ENDING, MEETING, OUTPUT, SIZES, Flag
-from mlaunch.cli.parser import PrintCompletion, PrintManPage, UsageError
+from mlaunch.cli import PrintCompletion, PrintManPage, UsageError
 from mlaunch.core import load
 from mlaunch.run.command.ending import errors, note_error
 

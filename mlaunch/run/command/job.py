@@ -20,7 +20,7 @@ from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.linux import working_directory
 from mlaunch.base.log import log
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.cli.parser import UsageError, at_least, number, numbers, seconds_of
+from mlaunch.cli import UsageError, at_least, number, numbers, seconds_of
 from mlaunch.protocol import token as tokens
 from mlaunch.protocol.spec import Target
 from mlaunch.run.command.flags import options_of

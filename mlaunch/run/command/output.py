@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.caller.output import log_files
 from mlaunch.caller.output.output_plan import STREAMS, OutputPlan, Policy
-from mlaunch.cli.parser import UsageError, numbers
+from mlaunch.cli import UsageError, numbers
 
 _PREFIX = "[${role_name}${local_rank}]:"  # torchrun's
 _PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"

@@ -21,7 +21,7 @@ from mlaunch.caller.launch.settle import Steps
 from mlaunch.caller.launch.start import start_launch, with_restarts
 from mlaunch.caller.report.launch_report import History
 from mlaunch.caller.server.fork_server import ForkServer
-from mlaunch.cli.parser import UsageError
+from mlaunch.cli import UsageError
 from mlaunch.core import load
 from mlaunch.core.load import CallerParts
 from mlaunch.protocol.server_messages import Ready

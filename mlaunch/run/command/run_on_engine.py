@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from mlaunch.caller.launch.settle import Steps
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.output_plan import STREAMS, OutputPlan, Policy
-from mlaunch.cli.parser import UsageError
+from mlaunch.cli import UsageError
 from mlaunch.core.load import CallerParts
 from mlaunch.engines.caller.engine import Engine
 from mlaunch.engines.caller.engine_names import engine_named
