@@ -19,9 +19,17 @@ if TYPE_CHECKING:
     from mlaunch.caller.warm_up import warm_up
     from mlaunch.compat.caller.detectron2 import launch
     from mlaunch.compat.caller.server import Server
-    from mlaunch.compat.rank.client import Client
-    from mlaunch.compat.rank.groups import (
+    from mlaunch.compat.rank.join import (
+        init_process_group,
+        join,
+        join_from_env,
+        join_from_openmpi,
+        join_from_slurm,
+        join_from_torch,
+    )
+    from mlaunch.compat.rank.megengine import (
         WORLD,
+        Client,
         Group,
         bcast_list_,
         get_backend,
@@ -37,14 +45,6 @@ if TYPE_CHECKING:
         override_backend,
         synchronized,
     )
-    from mlaunch.compat.rank.join import (
-        init_process_group,
-        join,
-        join_from_env,
-        join_from_openmpi,
-        join_from_slurm,
-        join_from_torch,
-    )
     from mlaunch.rank.for_users import RankZeroFilter, device, progress, report, step
     from mlaunch.ranks.caller.held import Held, scatter
     from mlaunch.ranks.caller.ranks import Ranks
@@ -59,14 +59,13 @@ _NAMES = {
     "mlaunch.compat.caller.detectron2": "launch",
     "mlaunch.sweeps.caller.run_future": "Run",
     "mlaunch.sweeps.caller.sweep": "Sweep",
-    "mlaunch.compat.rank.groups": "WORLD Group bcast_list_ get_backend get_client get_local_device_id "
+    "mlaunch.compat.rank.megengine": "WORLD Client Group bcast_list_ get_backend get_client get_local_device_id "
     "get_py_server_addr get_rank get_world_size group_barrier is_distributed make_allreduce_cb new_group "
     "override_backend synchronized",
     "mlaunch.compat.rank.join": "init_process_group join join_from_env join_from_openmpi join_from_slurm "
     "join_from_torch",
     "mlaunch.rank.for_users": "RankZeroFilter device progress report step",
     "mlaunch.agreed_stop.rank": "stopping",
-    "mlaunch.compat.rank.client": "Client",
     "mlaunch.compat.caller.server": "Server",
     "mlaunch.caller.report.launch_report": "LaunchReport RankReport Span",
     "mlaunch.caller.warm_up": "warm_up",

@@ -641,7 +641,7 @@ def connect_to_store(port: int) -> Any:
 
 def longest_value() -> int:
     """The bytes that a store takes as one value."""
-    return import_module("mlaunch.compat.rank.client")._LONGEST
+    return import_module("mlaunch.compat.rank.megengine")._LONGEST
 
 
 def serve_as_member(stream: FrameStream, host: str) -> None:

@@ -23,7 +23,7 @@ _TORCHS = ("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp"
 # Modules that the import of a user's module needs, for example by "from mlaunch import Ranks": 80 modules in each rank.
 # A call of 2 ranks took 60 ms with them instead of 26.
 _OURS = (
-    "mlaunch.comm", "mlaunch.compat.rank.groups", "mlaunch.ranks.caller.ranks", "mlaunch.sweeps.caller.run_future",
+    "mlaunch.comm", "mlaunch.compat.rank.megengine", "mlaunch.ranks.caller.ranks", "mlaunch.sweeps.caller.run_future",
     "mlaunch.sweeps.caller.sweep", "mlaunch.caller.warm_up"
 )  # fmt: skip
 # Modules of features in ranks, and the module that makes their parts there.

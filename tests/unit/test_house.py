@@ -24,7 +24,7 @@ MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     for path in (ROOT / "mlaunch").rglob("*.py")
 )
-NEEDS_TORCH = {"mlaunch.comm", "mlaunch.compat.rank.groups", "mlaunch.compat.rank.client"} | {
+NEEDS_TORCH = {"mlaunch.comm", "mlaunch.compat.rank.megengine"} | {
     f"mlaunch.comm.rank{name}" for name in ("", ".exchange", ".local_group", ".reduction", ".world")
 }
 NEEDS_TORCH |= {"mlaunch.rendezvous.store_client"}
