@@ -13,7 +13,7 @@ from mlaunch.caller.output import console, output_plan
 from mlaunch.caller.output.console import Console
 from mlaunch.caller.output.lines import LineSplitter, Merger, Tails, WriteTimes
 from mlaunch.caller.output.output_plan import LaunchNumber
-from mlaunch.display.caller import areas, launch_lines
+from mlaunch.display.caller import areas
 from mlaunch.display.caller.areas import Area
 from mlaunch.sweeps.caller import sweep
 
@@ -54,7 +54,7 @@ LINES = [(LineSplitter, "feed"), (LineSplitter, "end"), (WriteTimes, "cut"), (Ta
 WAYS = [
     (Merger, "add"),
     (Merger, "take"),
-    (launch_lines, "loop_line"),
+    (display.caller, "loop_line"),
     (display.caller, "status_lines"),
     (LaunchNumber, "label"),
 ]

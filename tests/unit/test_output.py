@@ -22,8 +22,8 @@ from mlaunch.caller.output.lines import LINE_LIMIT, WINDOW, LineSplitter, Merger
 from mlaunch.caller.output.output_plan import OutputPlan, Policy
 from mlaunch.caller.output.relay import Relay
 from mlaunch.display import caller, wire
+from mlaunch.display.caller import loop_line
 from mlaunch.display.caller.areas import Area
-from mlaunch.display.caller.launch_lines import loop_line
 from mlaunch.protocol.board import Board, Loop
 from mlaunch.rank.setup.process import StampedFile
 

@@ -9,8 +9,8 @@ import pytest
 
 from mlaunch.caller import running_launches
 from mlaunch.caller.report.launch_report import History
-from mlaunch.display.caller import launch_lines
-from mlaunch.display.caller.launch_lines import status_lines
+from mlaunch.display import caller
+from mlaunch.display.caller import status_lines
 from mlaunch.protocol.board import Board, Loop
 from mlaunch.protocol.messages import Phase
 
@@ -21,9 +21,9 @@ def test_the_speed_of_a_loop_is_that_of_its_turns(monkeypatch: pytest.MonkeyPatc
     loops = [Loop(1, 2, 104.0, 10, 100.0, "train"), Loop(1, 2, 103.0, 10, 100.0, "train")]
     for now in (104.0, 106.0, 109.0):
         monkeypatch.setattr("time.monotonic", lambda now=now: now)
-        assert "2.00s/it" in launch_lines.loop_line(loops, 1, 0)
-    assert "00:09<00:16" in launch_lines.loop_line(loops, 1, 0)
-    assert "?" in launch_lines.loop_line([Loop(1, 0, 100.0, 10, 100.0, "train")], 1, 0)
+        assert "2.00s/it" in caller.loop_line(loops, 1, 0)
+    assert "00:09<00:16" in caller.loop_line(loops, 1, 0)
+    assert "?" in caller.loop_line([Loop(1, 0, 100.0, 10, 100.0, "train")], 1, 0)
 
 
 @pytest.mark.parametrize(

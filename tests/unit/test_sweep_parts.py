@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from mlaunch.display.caller.shared_area import SharedArea
+from mlaunch.display.caller.areas import SharedArea
 from mlaunch.sweeps.caller import run_future, trial
 from mlaunch.sweeps.caller.launch_loop import loop
 from mlaunch.sweeps.caller.submitted_call import Need, Steps

@@ -46,7 +46,7 @@ from mlaunch.sweeps.caller.trial import (
 from mlaunch.sweeps.caller.trial_file import Done, TrialFile, canonical, keys_of
 
 if TYPE_CHECKING:
-    from mlaunch.display.caller.shared_area import SharedArea
+    from mlaunch.display.caller.areas import SharedArea
 
 _OVER = ("returned", "failed", "cancelled")
 _SHOWN = 60  # rows, unless somebody asks for all
@@ -245,7 +245,7 @@ class Sweep(Sequence[Run]):
         """Return a place for lines of all trials, if this process has one."""
         if place is None:
             return None
-        found: SharedArea = load.module_of("display", "caller.shared_area").SharedArea(place, self._total, self._begun)
+        found: SharedArea = load.module_of("display", "caller.areas").SharedArea(place, self._total, self._begun)
         return found
 
     def place(self, number: int) -> LivePlace | None:
