@@ -36,7 +36,7 @@ from mlaunch.protocol.messages import AgentFailed, AgentsEnd, Finished, NamesLef
 from mlaunch.protocol.result_queue import Results
 from mlaunch.protocol.server_messages import Free, LaunchFds, RestingAgentHears, RestingAgentSays
 from mlaunch.protocol.spec import LaunchSpec
-from mlaunch.rendezvous import local_store
+from mlaunch.rendezvous import store_server
 from mlaunch.rendezvous.address import lacks_loopback, listen
 
 _NAMES = 100  # paths, at most, that the launcher is told
@@ -106,7 +106,7 @@ def _serve(order: Order, link: Channel[RestingAgentHears, RestingAgentSays] | No
 def _rest(link: Channel[RestingAgentHears, RestingAgentSays], parent: int) -> Order | None:
     """Let go of everything of the last launch, and wait for the next one; None: there will be none."""
     # A process that hosts a thread and then forks can leave the child waiting for a lock of that thread's.
-    local_store.let_go()
+    store_server.let_go()
     _leave_streams()
     os.chdir("/")  # nor does it keep a file system busy
     if link.fileno() not in linux.wait_readable([link.fileno(), parent]):
@@ -171,7 +171,7 @@ def _supervise(
     watch = EarlyWatch(launcher, parent, owned, Deadline().start(spec.seconds, time.monotonic()))
     ranks = fork_ranks(ForkContext(spec, listener.getsockname()[:2], results, order.call, owned, watch), launcher)
     if spec.cluster is None:
-        local_store.host(listener)  # after the last fork (see _rest); its socket listens already
+        store_server.host(listener)  # after the last fork (see _rest); its socket listens already
     listener.close()
     inspection = Inspection(spec, ranks, results.board, time.monotonic)
     scene = Supervision(

@@ -15,7 +15,7 @@ from mlaunch.machines.link import RankStreams
 from mlaunch.machines.wire import control_protocol
 from mlaunch.rendezvous import tcp_store
 from mlaunch.rendezvous.address import LOOPBACK, listen
-from mlaunch.rendezvous.local_store import LocalStore
+from mlaunch.rendezvous.store_server import LocalStore
 from mlaunch.rendezvous.tcp_store import serve
 
 

@@ -31,8 +31,8 @@ from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages import EndCall
 from mlaunch.rendezvous.address import LOOPBACK, listen
-from mlaunch.rendezvous.store_connection import _MAGIC, Asked, StoreConnection
 from mlaunch.rendezvous.store_keys import StoreKeys
+from mlaunch.rendezvous.store_server import _MAGIC, Asked, StoreConnection
 from mlaunch.sweeps.caller.report_log import ReportLog
 from tests.processes import said_in_fork
 from tests.soak import Samples

@@ -1,7 +1,7 @@
 """Torch's own clients at our store, through link and gate: whatever they ask, they are answered as by torch's store.
 
 Their language is torch's own affair. When this file fails with a new torch,
-``mlaunch/rendezvous/store_connection.py`` is to learn what is new; until then launches over several machines do not
+``mlaunch/rendezvous/store_server.py`` is to learn what is new; until then launches over several machines do not
 work with it.
 """
 
@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from mlaunch.rendezvous import store_keys, tcp_store
 from mlaunch.rendezvous.address import LOOPBACK, listen
-from mlaunch.rendezvous.store_connection import _MAGIC, Asked, Requests, StoreConnection, UnknownRequestError
 from mlaunch.rendezvous.store_keys import StoreKeys
+from mlaunch.rendezvous.store_server import _MAGIC, Asked, Requests, StoreConnection, UnknownRequestError
 from mlaunch.rendezvous.tcp_store import connect
 from tests.unit.stores import store_of_a_launch, store_of_one_machine, store_of_torch
 

@@ -16,8 +16,8 @@ from mlaunch.machines.link import RankStreams
 from mlaunch.machines.wire import control_protocol
 from mlaunch.machines.wire.control_protocol import HEAD, Pieces
 from mlaunch.rendezvous.address import LOOPBACK, listen
-from mlaunch.rendezvous.store_connection import GIVEN_UP, GO, LONGEST, SIZE, Asked
 from mlaunch.rendezvous.store_keys import StoreKeys
+from mlaunch.rendezvous.store_server import GIVEN_UP, GO, LONGEST, SIZE, Asked
 
 VALIDATE = b"\0\xce\xf7\x85\x3c"
 

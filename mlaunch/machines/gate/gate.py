@@ -26,8 +26,8 @@ from mlaunch.machines.gate.roster import Roster, placed, role_ranks
 from mlaunch.machines.wire import control_protocol, machine_records
 from mlaunch.machines.wire.control_protocol import Pieces, Record
 from mlaunch.protocol.messages import CAUSE_DELAY
-from mlaunch.rendezvous.store_connection import StoreConnection
 from mlaunch.rendezvous.store_keys import StoreFullError, StoreKeys
+from mlaunch.rendezvous.store_server import StoreConnection
 
 _CLOSE_TIMEOUT = 1.0  # seconds for the others to close when all is over
 _WORD_DELAY = 0.1, 0.002  # seconds before the gate tells waiting machines who has joined: at least, and per machine
