@@ -22,9 +22,9 @@ from typing import Any
 
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.compat.caller.server import Server
-from mlaunch.machines.gate.gate_process import GateConfig, GateProcess, run_in_loop
+from mlaunch.machines.gate import GateConfig, GateProcess, run_in_loop
 from mlaunch.machines.link import LinkProcess
-from mlaunch.machines.wire.machine_records import Join, Planned
+from mlaunch.machines.wire import Join, Planned
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.spec import Rendezvous
 from mlaunch.rendezvous import tcp_store

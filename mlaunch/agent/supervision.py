@@ -20,7 +20,7 @@ from mlaunch.protocol.result_queue import Results
 
 if TYPE_CHECKING:
     from mlaunch.base.exceptions import RankFailure
-    from mlaunch.machines.gate.gate_process import GateProcess
+    from mlaunch.machines.gate import GateProcess
     from mlaunch.protocol.spec import LaunchSpec
 
 

@@ -36,7 +36,7 @@ from mlaunch.protocol.messages import (
 )
 
 if TYPE_CHECKING:
-    from mlaunch.machines.gate.gate_process import GateProcess
+    from mlaunch.machines.gate import GateProcess
 
 # After a failure nobody waits for the others longer than it takes to tell them.
 _FAREWELL_TIMEOUT = 1.0  # seconds for the other machines to learn of a failure

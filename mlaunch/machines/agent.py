@@ -21,8 +21,8 @@ from mlaunch.agent.supervision import Joined, NoLaunchError, Peers, refuse
 from mlaunch.base.deadline import NEVER
 from mlaunch.base.exceptions import RankFailure, describe_exit
 from mlaunch.base.text import printable
-from mlaunch.machines.gate.gate_process import GateConfig, GateProcess, prepare_process, run_in_loop
-from mlaunch.machines.wire.machine_records import AllGone, Beat, Done, Join, LinkHears, LinkSays, Planned, shortened
+from mlaunch.machines.gate import GateConfig, GateProcess, prepare_process, run_in_loop
+from mlaunch.machines.wire import AllGone, Beat, Done, Join, LinkHears, LinkSays, Planned, shortened
 from mlaunch.protocol.channel import Channel, assert_never
 from mlaunch.protocol.messages import AgentsEnd, ForPart, PartSays, Refused, Waiting
 from mlaunch.protocol.spec import Agreed, LaunchSpec, Nodes, Rendezvous, Restarts

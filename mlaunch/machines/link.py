@@ -37,9 +37,7 @@ from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.text import printable
 from mlaunch.features import with_hook
 from mlaunch.machines.gate.gate import BEATS
-from mlaunch.machines.wire import control_protocol
-from mlaunch.machines.wire.control_protocol import Pieces, Record
-from mlaunch.machines.wire.machine_records import (
+from mlaunch.machines.wire import (
     AllGone,
     Beat,
     Done,
@@ -48,9 +46,11 @@ from mlaunch.machines.wire.machine_records import (
     LinkSays,
     Planned,
     agreed_of_record,
+    control_protocol,
     failure_of_record,
     shortened,
 )
+from mlaunch.machines.wire.control_protocol import Pieces, Record
 from mlaunch.protocol.channel import Channel, assert_never
 from mlaunch.protocol.messages import CAUSE_DELAY, ForPart, PartSays, Refused, Waiting
 from mlaunch.protocol.spec import Rendezvous

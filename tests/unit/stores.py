@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable, Iterator
 
 from mlaunch.base import linux
-from mlaunch.machines.gate.gate_process import GateConfig, GateProcess
+from mlaunch.machines.gate import GateConfig, GateProcess
 from mlaunch.machines.link import RankStreams
 from mlaunch.machines.wire import control_protocol
 from mlaunch.rendezvous import tcp_store

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from mlaunch.machines.gate.gate_process import UVLOOP, run_in_loop
+from mlaunch.machines.gate import UVLOOP, run_in_loop
 from mlaunch.machines.wire import control_protocol
 from tests.processes import said_in_fork
 

@@ -33,15 +33,13 @@ from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.machines import link as machines_link
 from mlaunch.machines.agent import join_machines
-from mlaunch.machines.gate import admission
+from mlaunch.machines.gate import UVLOOP, GateConfig, GateProcess, admission
 from mlaunch.machines.gate import gate as gate_module
 from mlaunch.machines.gate.gate import Gate
-from mlaunch.machines.gate.gate_process import UVLOOP, GateConfig, GateProcess
 from mlaunch.machines.gate.roster import Roster
 from mlaunch.machines.link import LinkProcess, RankStreams
-from mlaunch.machines.wire import control_protocol
+from mlaunch.machines.wire import Beat, Done, Join, Planned, control_protocol, failure_of_record, shortened
 from mlaunch.machines.wire.control_protocol import Pieces
-from mlaunch.machines.wire.machine_records import Beat, Done, Join, Planned, failure_of_record, shortened
 from mlaunch.protocol import channel
 from mlaunch.protocol import token as tokens
 from mlaunch.protocol.messages import ForPart, Waiting

@@ -154,7 +154,7 @@ INSIDE = {
     "mlaunch.events.caller.spans": "test_spans_of_opentelemetry",
     "mlaunch.machines.agent": "test_two_machines_that_are_threads",
     "mlaunch.machines.link": "test_two_machines_that_are_threads",
-    "mlaunch.machines.gate.gate_process": "test_two_machines_that_are_threads",
+    "mlaunch.machines.gate": "test_two_machines_that_are_threads",
     "mlaunch.rendezvous.store_client": "test_ranks_share_the_launchs_own_server",
     "mlaunch.numa.rank": "test_ranks_that_stay_on_nodes",
     "mlaunch.run.__main__": "test_the_modules_that_are_commands",

@@ -17,15 +17,9 @@ from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.text import printable
 from mlaunch.engines.caller.launch.machines import printable_line
 from mlaunch.machines.agent import LinkedPeers
-from mlaunch.machines.gate.gate_process import GateConfig
+from mlaunch.machines.gate import GateConfig
 from mlaunch.machines.gate.roster import RoleRanks, Roster, placed, role_ranks
-from mlaunch.machines.wire import control_protocol
-from mlaunch.machines.wire.machine_records import (
-    Join,
-    agreed_of_record,
-    failure_of_record,
-    shortened,
-)
+from mlaunch.machines.wire import Join, agreed_of_record, control_protocol, failure_of_record, shortened
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.spec import Agreed, Rendezvous
 from mlaunch.rendezvous import address

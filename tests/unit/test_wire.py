@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from mlaunch.compat.wire import Signer
-from mlaunch.machines.gate.gate_process import GateConfig, GateProcess
-from mlaunch.machines.wire import control_protocol
-from mlaunch.machines.wire.machine_records import Join
+from mlaunch.machines.gate import GateConfig, GateProcess
+from mlaunch.machines.wire import Join, control_protocol
 from mlaunch.protocol import token as tokens
 from mlaunch.rendezvous.address import LOOPBACK, listen
 

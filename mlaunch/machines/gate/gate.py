@@ -23,7 +23,7 @@ from typing import Any
 from mlaunch.agreed_stop.wire import AgreedStop, is_check_count
 from mlaunch.machines.gate.admission import PATIENCE, Admission, Complaints, Guest
 from mlaunch.machines.gate.roster import Roster, placed, role_ranks
-from mlaunch.machines.wire import control_protocol, machine_records
+from mlaunch.machines.wire import Join, control_protocol, failure_of_record, shortened
 from mlaunch.machines.wire.control_protocol import Pieces, Record
 from mlaunch.protocol.messages import CAUSE_DELAY
 from mlaunch.rendezvous.store_keys import StoreFullError, StoreKeys
@@ -38,7 +38,7 @@ _PATIENCE = 1e9  # seconds
 
 @dataclass(eq=False)
 class _JoinedMachine:
-    join: machine_records.Join
+    join: Join
     writer: asyncio.StreamWriter
     number: int = -1  # once the launch has begun
     done: bool = False
@@ -106,7 +106,7 @@ class Gate:
     async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with control_protocol.limited(reader, PATIENCE):
             record = await control_protocol.read(reader)
-        member = _JoinedMachine(machine_records.Join.of_record(record.get("join")), writer)
+        member = _JoinedMachine(Join.of_record(record.get("join")), writer)
         if not await self._accept(member):
             return
         why = "its connection was closed"
@@ -181,7 +181,7 @@ class Gate:
 
     async def _hear(self, member: _JoinedMachine, record: control_protocol.Record) -> None:
         if isinstance(record.get("failure"), dict):
-            failure = machine_records.shortened(machine_records.failure_of_record(record["failure"]))
+            failure = shortened(failure_of_record(record["failure"]))
             self._start(self._fail(asdict(failure), source=member))
         elif "done" in record:
             member.done = True

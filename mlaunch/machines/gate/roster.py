@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.text import first_bytes, name_ranks
-from mlaunch.machines.wire.machine_records import Join
+from mlaunch.machines.wire import Join
 
 _NAMED, _NAME = 5, 63  # machines in a sentence, and characters of each
 _RUNS = 10  # runs of numbers in a sentence
