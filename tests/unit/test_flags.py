@@ -21,9 +21,8 @@ from mlaunch.cli import UsageError
 from mlaunch.protocol.server_messages import Ready
 from mlaunch.run import command as run_command
 from mlaunch.run.command import ending, flags, run_job
-from mlaunch.run.command.dry_run import describe
-from mlaunch.run.command.job import Job, job_of
-from mlaunch.run.command.output import output_flags_of, output_plan, without_output
+from mlaunch.run.command.job import Job, job_of, output_flags_of, output_plan, without_output
+from mlaunch.run.command.run_job import describe
 
 
 def parse(*args: str, **environ: str) -> argparse.Namespace:

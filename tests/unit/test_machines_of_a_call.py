@@ -15,7 +15,7 @@ from mlaunch.base import linux
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.caller.running_launches import ask
 from mlaunch.engines import Ends
-from mlaunch.engines.caller import engine_names
+from mlaunch.engines.caller import engine_named
 from mlaunch.engines.caller.launch.machines import Machine
 from mlaunch.engines.caller.launch.machines_requests import MachinesInspection
 from mlaunch.engines.caller.launch.merged_agent import MergedAgent, Patience
@@ -113,4 +113,4 @@ NAMES = [
 
 @pytest.mark.parametrize(("text", "shown"), NAMES)
 def test_engines_by_name(text: str, shown: str) -> None:
-    assert repr(engine_names.engine_named(text)) == shown
+    assert repr(engine_named(text)) == shown

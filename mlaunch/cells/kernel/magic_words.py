@@ -187,7 +187,7 @@ def _value(name: str, text: str) -> Any:
     """Return an option's value by its type; ``Options`` checks it."""
     kind = _TYPES[name]
     if name == "engine":
-        return load.room("engines", "caller.engine_names", f"--engine {text}").engine_named(text)
+        return load.room("engines", "caller", f"--engine {text}").engine_named(text)
     if "None" in kind and text.lower() == "none":
         return None
     if "Mapping" in kind:

@@ -24,8 +24,7 @@ from mlaunch.cli import UsageError
 from mlaunch.core import load
 from mlaunch.run.command.ending import FAILED, MISUSE, SIGNALLED, errors, fail, say
 from mlaunch.run.command.flags import parser as parser
-from mlaunch.run.command.job import Job, behind_the_script, job_of, with_source
-from mlaunch.run.command.output import OutputFlags, output_flags_of
+from mlaunch.run.command.job import Job, OutputFlags, behind_the_script, job_of, output_flags_of, with_source
 
 if TYPE_CHECKING:
     import argparse

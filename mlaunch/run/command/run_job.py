@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout
 from mlaunch.base.linux import working_directory
 from mlaunch.base.log import tell_curious
+from mlaunch.base.text import ranges
 from mlaunch.caller import interrupts
 from mlaunch.caller.launch.plan import Accelerator, Attempt, ThisMachine, plan, shown
 from mlaunch.caller.launch.settle import Steps
@@ -29,13 +31,14 @@ from mlaunch.protocol.spec import Context, LaunchSpec, Nodes
 from mlaunch.rank.setup import device
 from mlaunch.run.command.ending import FAILED, STOPPED, TIMED_OUT, annotate, fail, say, status_of
 from mlaunch.run.command.flags import as_flag
-from mlaunch.run.command.job import AT_THE_START, Job, target_of
-from mlaunch.run.command.output import OutputFlags, directory_of, output_plan, without_output
+from mlaunch.run.command.job import AT_THE_START, Job, OutputFlags, directory_of, output_plan, target_of, without_output
 
 if TYPE_CHECKING:
     from mlaunch.engines.caller.engine import Engine
 
+
 Attempts = Callable[[CallerParts], Steps]  # all attempts of a job; returns how the last one ended
+_OWN = "TORCHELASTIC_ERROR_FILE"  # differs between ranks although it names no rank
 
 
 def spec_of(
@@ -70,31 +73,6 @@ def spec_of(
     except ValueError as error:
         raise UsageError(str(error)) from None
     return spec
-
-
-def spec_to_describe(job: Job, size: int, environ: Mapping[str, str]) -> LaunchSpec:
-    """Return the launch as far as it is known before the start, from the code that plans real ones."""
-    # Nothing is known of torch and devices: no process is started.
-    nothing_known = ThisMachine(Ready("", None, ("gloo",)), lambda _environ: 0)
-    spec = spec_of(job, size, nothing_known, environ, Attempt(0, job.asked.deadline), AT_THE_START)
-    if spec.target is None or job.run_id:
-        return spec
-    return dataclasses.replace(spec, target=dataclasses.replace(spec.target, run_id=AT_THE_START))
-
-
-def describe_here(job: Job, server: ForkServer | None, environ: dict[str, str]) -> int:
-    """Print the plan; ``server`` None: nothing has to be counted. Return the exit status."""
-    from mlaunch.run.command.dry_run import describe
-
-    try:
-        if server is None and isinstance(job.size, int):
-            print(describe(job, spec_to_describe(job, job.size, environ), environ))
-        elif server is not None:
-            size, environ = _on_devices(job, server, environ)
-            print(describe(job, spec_to_describe(job, size, environ), environ, server.ready().runtime))
-    except LaunchError as error:
-        return _failed(error)
-    return 0
 
 
 def run_here(job: Job, server: ForkServer, environ: dict[str, str], output_flags: OutputFlags) -> int:
@@ -251,3 +229,112 @@ def _fail(error: LaunchError, status: int | None = None) -> int:
     fail(str(error), FAILED if status is None else status, error, ends_with)
     annotate(error)
     return ends_with
+
+
+# The plan that ``--dry-run`` prints
+
+
+def spec_to_describe(job: Job, size: int, environ: Mapping[str, str]) -> LaunchSpec:
+    """Return the launch as far as it is known before the start, from the code that plans real ones."""
+    # Nothing is known of torch and devices: no process is started.
+    nothing_known = ThisMachine(Ready("", None, ("gloo",)), lambda _environ: 0)
+    spec = spec_of(job, size, nothing_known, environ, Attempt(0, job.asked.deadline), AT_THE_START)
+    if spec.target is None or job.run_id:
+        return spec
+    return dataclasses.replace(spec, target=dataclasses.replace(spec.target, run_id=AT_THE_START))
+
+
+def describe_here(job: Job, server: ForkServer | None, environ: dict[str, str]) -> int:
+    """Print the plan; ``server`` None: nothing has to be counted. Return the exit status."""
+    try:
+        if server is None and isinstance(job.size, int):
+            print(describe(job, spec_to_describe(job, job.size, environ), environ))
+        elif server is not None:
+            size, environ = _on_devices(job, server, environ)
+            print(describe(job, spec_to_describe(job, size, environ), environ, server.ready().runtime))
+    except LaunchError as error:
+        return _failed(error)
+    return 0
+
+
+def describe(job: Job, spec: LaunchSpec, environ: Mapping[str, str], runtime: str | None = None) -> str:
+    """Return the plan, for people. ``environ``: the caller's. ``runtime`` None: unknown, so CUDA's rules apply."""
+    asked, size, first, world = job.asked, spec.local_world_size, spec.rank_start, spec.world_size
+    ranks = [_environment(job, spec, local_rank, environ, runtime) for local_rank in range(size)]
+    shared = {name: value for name, value in ranks[0].items() if all(rank.get(name) == value for rank in ranks)}
+    shared = {name: value for name, value in shared.items() if not _is_of_one(name)}
+    lines = [
+        f"command     {_command(job)}",
+        f"directory   {job.path[0] if job.path else ''} comes first in sys.path",
+        f"ranks       {ranges(range(first, first + size), ', ')} of {world}{_guess(job, size)}",
+        f"machines    {_machines(job)}",
+        f"devices     {_devices(job, environ)}",
+        f"threads     {_threads(size, environ)}",
+        f"ending      SIGTERM, after {asked.grace_period:g} s SIGKILL; {asked.max_restarts} restarts; {_deadline(job)}",
+        "",
+        "environment of every rank:",
+        *(f"  {name}={value}" for name, value in sorted(shared.items())),
+        "",
+        "and of each:",
+    ]
+    for rank in ranks:
+        lines.append("  " + " ".join(f"{name}={value}" for name, value in rank.items() if name not in shared))
+    return "\n".join(lines)
+
+
+def _guess(job: Job, size: int) -> str:
+    """Return the assumption about other machines, whose ranks are known only at the start."""
+    return f", if each machine has {size}" if job.nodes > 1 else ""
+
+
+def _environment(
+    job: Job, spec: LaunchSpec, local_rank: int, environ: Mapping[str, str], runtime: str | None
+) -> dict[str, str]:
+    """Return the rank's variables that the caller's environment does not have."""
+    from mlaunch.rank.launcher_variables import OWNER  # late: a run here does not need them
+    from mlaunch.run.rank import environ_of
+
+    if spec.target is None:
+        return {}
+    port = job.port if job.nodes == 1 and job.port else AT_THE_START
+    nodes = Nodes(job.node_rank, job.nodes, interface="lo" if job.nodes == 1 else AT_THE_START)
+    known = dataclasses.replace(spec, nodes=nodes)
+    found = environ_of(known, spec.target, local_rank, ("127.0.0.1", port), runtime)
+    found.setdefault("OMP_NUM_THREADS", str(device.threads_of(spec.local_world_size)))
+    del found[OWNER]  # the rank's own process
+    return {name: value for name, value in found.items() if environ.get(name) != value or name == "OMP_NUM_THREADS"}
+
+
+def _is_of_one(name: str) -> bool:
+    """True for a rank's own variable: a single rank shares all others with itself."""
+    return name in {"RANK", "LOCAL_RANK", "ROLE_RANK", _OWN}
+
+
+def _command(job: Job) -> str:
+    before = {"file": ["python"], "module": ["python", "-m"], "program": [], "function": ["python: call"]}[job.kind]
+    return " ".join([*before, shlex.join([job.target, *job.args])])
+
+
+def _machines(job: Job) -> str:
+    if job.nodes == 1:
+        return f"only this one; ranks meet at 127.0.0.1, {f'port {job.port}' if job.port else 'a free port'}"
+    secret = "with a token" if job.token else "without a token"
+    role = "which this one opens" if job.node_rank == 0 else "to which this one connects"
+    return f"{job.nodes}, this is number {job.node_rank}; they meet at {job.host}, port {job.port}, {role}, {secret}"
+
+
+def _devices(job: Job, environ: Mapping[str, str]) -> str:
+    variables = [f"{name}={value}" for name, value in environ.items() if name.endswith("_VISIBLE_DEVICES")]
+    if job.virtual_local_rank:
+        return "each rank sees only its own"
+    return f"every rank sees those of {' '.join(variables)}" if variables else "every rank sees all"
+
+
+def _threads(size: int, environ: Mapping[str, str]) -> str:
+    if "OMP_NUM_THREADS" in environ:
+        return f"OMP_NUM_THREADS={environ['OMP_NUM_THREADS']}"
+    return f"{device.threads_of(size)} for each rank"
+
+
+def _deadline(job: Job) -> str:
+    return "no deadline" if job.asked.deadline is None else f"all within {job.asked.deadline:g} s"

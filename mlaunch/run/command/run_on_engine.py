@@ -10,12 +10,11 @@ from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.output_plan import STREAMS, OutputPlan, Policy
 from mlaunch.cli import UsageError
 from mlaunch.core.load import CallerParts
+from mlaunch.engines.caller import engine_named
 from mlaunch.engines.caller.engine import Engine
-from mlaunch.engines.caller.engine_names import engine_named
 from mlaunch.engines.caller.launch.engine_launch import Attempts, HostPrefix, Work
 from mlaunch.protocol.spec import LaunchSpec
-from mlaunch.run.command.job import Job, target_of
-from mlaunch.run.command.output import OutputFlags
+from mlaunch.run.command.job import Job, OutputFlags, target_of
 
 # Flags whose values an engine or its machines decide.
 _DECIDED = (
