@@ -14,7 +14,7 @@ from benchmarks import operations, swarm, work
 from benchmarks.measure import Row, seconds
 from benchmarks.swarm import Size
 from mlaunch import launcher
-from mlaunch.compat.caller.server import Server
+from mlaunch.compat.caller import Server
 
 _SMALL, _LARGE, _MANY = Size(128, 8), Size(1024, 8), Size(1250, 8)
 _MB = 10**6

@@ -21,7 +21,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from mlaunch.base.exceptions import RankFailure
-from mlaunch.compat.caller.server import Server
+from mlaunch.compat.caller import Server
 from mlaunch.machines.gate import GateConfig, GateProcess, run_in_loop
 from mlaunch.machines.link import LinkProcess
 from mlaunch.machines.wire import Join, Planned

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from mlaunch.caller.launcher import launcher
     from mlaunch.caller.report.launch_report import LaunchReport, RankReport, Span
     from mlaunch.caller.warm_up import warm_up
-    from mlaunch.compat.caller.detectron2 import launch
-    from mlaunch.compat.caller.server import Server
+    from mlaunch.compat.caller import Server, launch
     from mlaunch.compat.rank.join import (
         init_process_group,
         join,
@@ -56,7 +55,7 @@ _NAMES = {
     "mlaunch.errors": "LaunchError LaunchTimeout RankFailure RanksLost",
     "mlaunch.ranks.caller.held": "Held scatter",
     "mlaunch.ranks.caller.ranks": "Ranks",
-    "mlaunch.compat.caller.detectron2": "launch",
+    "mlaunch.compat.caller": "Server launch",
     "mlaunch.sweeps.caller.run_future": "Run",
     "mlaunch.sweeps.caller.sweep": "Sweep",
     "mlaunch.compat.rank.megengine": "WORLD Client Group bcast_list_ get_backend get_client get_local_device_id "
@@ -66,7 +65,6 @@ _NAMES = {
     "join_from_torch",
     "mlaunch.rank.for_users": "RankZeroFilter device progress report step",
     "mlaunch.agreed_stop.rank": "stopping",
-    "mlaunch.compat.caller.server": "Server",
     "mlaunch.caller.report.launch_report": "LaunchReport RankReport Span",
     "mlaunch.caller.warm_up": "warm_up",
 }

@@ -11,6 +11,6 @@ if __name__ == "__main__":
     run = load.room("run", "command", "python -m mlaunch.launch")
     sys.exit(run.main(sys.argv[1:], prog="python -m mlaunch.launch", of_launch=True))
 
-from mlaunch.compat.caller import detectron2
+from mlaunch.compat import caller
 
-sys.modules[__name__] = detectron2.launch  # type: ignore[assignment]
+sys.modules[__name__] = caller.launch  # type: ignore[assignment]

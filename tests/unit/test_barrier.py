@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from mlaunch.compat.caller.server import Server
+from mlaunch.compat.caller import Server
 from mlaunch.rendezvous import tcp_store
 from mlaunch.rendezvous.address import LOOPBACK
 from mlaunch.rendezvous.store_client import Barrier, NotAllCameError

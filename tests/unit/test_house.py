@@ -31,7 +31,7 @@ NEEDS_TORCH |= {"mlaunch.rendezvous.store_client"}
 
 
 # What peers' users call with as many arguments as they do, and the options of the decorator.
-PUBLIC_AND_WIDE = {"detectron2.py:launch", "join.py:join", "launcher.py:__new__"}
+PUBLIC_AND_WIDE = {"caller.py:launch", "join.py:join", "launcher.py:__new__"}
 
 SURVEY = """
 import json, sys

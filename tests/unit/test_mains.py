@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from mlaunch import launcher
 from mlaunch.cli import main
-from mlaunch.compat.caller import server
+from mlaunch.compat import caller
 from mlaunch.forkserver.imports import settle
 from mlaunch.rendezvous.address import listen
 from mlaunch.run import rank
@@ -28,7 +28,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_server_alone_needs_its_port() -> None:
     with listen() as listener, pytest.raises(OSError, match="ddress already in use"):
-        server.main(["--port", str(listener.getsockname()[1])])
+        caller.main(["--port", str(listener.getsockname()[1])])
 
 
 def test_two_machines_that_are_threads() -> None:

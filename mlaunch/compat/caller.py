@@ -1,6 +1,7 @@
-"""A rendezvous server in a process of its own, for processes that do not belong to one launch.
+"""For processes that are not ranks: detectron2's ``launch``, and a rendezvous server for MegEngine's clients.
 
-``Server()`` starts one; ``python -m mlaunch.compat.caller.server --port 29500`` runs one in the foreground.
+``Server()`` starts one, in a process of its own, for processes that do not belong to one launch; ``python -m
+mlaunch.compat.caller --port 29500`` runs one in the foreground.
 """
 
 from __future__ import annotations
@@ -13,17 +14,104 @@ import socket
 import subprocess
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from mlaunch.base.unfollowed import not_followed
 from mlaunch.compat import wire
 from mlaunch.rendezvous.address import LOOPBACK, listen
 
+R = TypeVar("R")
+_HALF_AN_HOUR = timedelta(minutes=30)
 _KILLED_TIMEOUT = 5.0  # seconds
 _BOOTSTRAP = (
     "import sys; fd, sys.path[:] = int(sys.argv[2]), sys.argv[3:]; "
-    "from mlaunch.compat.caller.server import serve_until_end_of_input; serve_until_end_of_input(fd)"
+    "from mlaunch.compat.caller import serve_until_end_of_input; serve_until_end_of_input(fd)"
 )
+
+
+def launch(
+    main_func: Callable[..., R],
+    num_gpus_per_machine: int,
+    num_machines: int = 1,
+    machine_rank: int = 0,
+    dist_url: str | None = None,
+    args: Sequence[Any] = (),
+    timeout: float | timedelta | None = _HALF_AN_HOUR,
+    *,
+    backend: str | None = None,
+) -> list[R]:
+    """Run ``main_func(*args)`` once per device; call it on every machine.
+
+    In a world of one the function runs in this process, without a process group. Otherwise each rank is a process, with
+    its device, its process group and ``mlaunch.comm``'s local group ready.
+
+    Args:
+        main_func: The function.
+        num_gpus_per_machine: Ranks on each machine; without accelerators they are processes on its CPUs.
+        num_machines: The number of machines.
+        machine_rank: This machine's number, from 0.
+        dist_url: "tcp://host:port" of machine 0. None or "auto": one machine, and the system chooses a port. On one
+            machine, "file://..." does the same: no file is needed.
+        args: The function's arguments.
+        timeout: Limit in seconds (or a timedelta) for each collective; None: no limit.
+        backend: The process group's, which some forks of detectron2 pass; None: the device's own. Pass it by name: its
+            position differs there.
+
+    Returns:
+        The values of this machine's ranks, in the order of ranks. (detectron2 returns None.)
+
+    Raises:
+        ValueError: A number that is not allowed, or several machines without a ``dist_url`` that all can reach.
+        Exception: As a call of a function under ``@launcher``.
+    """
+    _check_number("num_gpus_per_machine", num_gpus_per_machine, 1)
+    _check_number("num_machines", num_machines, 1)
+    _check_number("machine_rank", machine_rank, 0)
+    if machine_rank >= num_machines:
+        raise ValueError(f"machine_rank={machine_rank}: allowed of {num_machines} machine(s): 0 to {num_machines - 1}")
+    host, port = _address(dist_url, num_machines)
+    world_size = num_machines * num_gpus_per_machine
+    if world_size == 1:
+        return [main_func(*args)]
+    from mlaunch.caller.launcher import launcher  # late: a server's process has no use for it
+
+    run = launcher(
+        main_func,
+        n_gpus=num_gpus_per_machine,
+        world_size=world_size,
+        rank_start=machine_rank * num_gpus_per_machine,
+        master_ip=host,
+        port=port,
+        timeout=timeout,
+        backend=backend,
+    )
+    return run(*args)
+
+
+def _address(url: str | None, machines: int) -> tuple[str, int]:
+    if url is None or url == "auto" or url.startswith("file://"):
+        if machines > 1:
+            raise ValueError(
+                f"dist_url={url!r} with num_machines={machines}: the machines cannot find each other by this; "
+                f"give machine 0's address and a free port there: dist_url='tcp://10.0.0.1:29500'"
+            )
+        return "localhost", 0
+    parts = urlsplit(url)
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if parts.scheme != "tcp" or not parts.hostname or not port:
+        raise ValueError(f"dist_url={url!r}: allowed: 'auto', 'tcp://host:port', 'file://...', or None")
+    return parts.hostname, port
+
+
+def _check_number(name: str, value: object, lowest: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
+        raise ValueError(f"{name}={value!r}: allowed: whole numbers from {lowest}")
 
 
 class Server:
@@ -86,7 +174,7 @@ def serve_until_end_of_input(fd: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m mlaunch.compat.caller.server",
+        prog="python -m mlaunch.compat.caller",
         description="Serves mlaunch.Client until it is interrupted.",
     )
     parser.add_argument("--port", type=int, default=0, help="default: the system chooses one, and it is printed")

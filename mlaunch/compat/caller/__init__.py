@@ -1,1 +1,0 @@
-"""For processes that are not ranks."""
