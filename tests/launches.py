@@ -57,7 +57,7 @@ _PATIENCE = {
     "word of a wait": "caller.output.console.SILENCE",
     "merging": "caller.output.lines.WINDOW",  # for other ranks to say the same
     "end of an allocation": "engines.caller.slurm._END_TIMEOUT",
-    "machines' answers": "engines.caller.launch.machines_requests._PATIENCE",
+    "machines' answers": "engines.caller.machines_requests._PATIENCE",
     "slow import": "caller.launch.call._TOLD_AT",  # after which users hear of it
 }
 
@@ -623,7 +623,7 @@ def secret_of_launches(patch: pytest.MonkeyPatch) -> str:
 
 def marks() -> tuple[bytes, bytes]:
     """The beginnings of the lines in which an engine's first process, and each member, say who they are."""
-    first, member = "mlaunch.engines.wire.first_process", "mlaunch.engines.wire.member_messages"
+    first, member = "mlaunch.engines.wire.first_process", "mlaunch.engines.wire"
     return import_module(first).MARK, import_module(member).MARK
 
 

@@ -374,7 +374,7 @@ SLIPS = (
     Slip(
         "fork server",
         "kept_after_a_long_launch",
-        "warm/server/zygote.py",
+        "warm/server/__init__.py",
         "        self.visitors.remove(visitor)\n        self.used = time.monotonic()\n",
         "        self.visitors.remove(visitor)\n",
         ("unit/test_warm_parts.py::test_a_kept_server_stays_for_its_time_after_a_launch_that_took_longer",),
@@ -383,7 +383,7 @@ SLIPS = (
     Slip(
         "fork server",
         "sockets_of_other_visitors",
-        "warm/server/zygote.py",
+        "warm/server/__init__.py",
         "            for visitor in self.visitors:\n                close_all(visitor.fds())\n",
         "",
         ("unit/test_warm_parts.py::test_a_fork_of_a_kept_server_has_no_connection_of_other_callers",),
@@ -695,7 +695,7 @@ SLIPS = (
     Slip(
         "members of engines",
         "others_that_join",
-        "engines/caller/launch/merged_agent.py",
+        "engines/caller/merged_agent.py",
         "                self._send(Cancel(), but=machine)  # machines that still join would wait for this one\n",
         "",
         ("contract/test_engine_calls.py::test_an_agent_that_is_killed_while_others_join_ends_the_call",),

@@ -30,14 +30,14 @@ from mlaunch import LaunchError, LaunchTimeout, Ranks, launcher
 from mlaunch.caller.running_launches import ask
 from mlaunch.cli import main
 from mlaunch.engines import Command, Ends, Engine, Hosts, Placement, Ray, Slurm
-from mlaunch.engines.caller.launch import heartbeats
-from mlaunch.engines.caller.launch.machines import Machine
-from mlaunch.engines.caller.launch.merged_agent import MergedAgent
+from mlaunch.engines.caller import machines
+from mlaunch.engines.caller.machines import Machine
+from mlaunch.engines.caller.merged_agent import MergedAgent
 from mlaunch.engines.member import member
 from mlaunch.engines.member.machine_launch import MachineLaunch, SignalsHere
 from mlaunch.engines.member.member import MachinePlan
+from mlaunch.engines.wire import MARK, MachineDone, Start
 from mlaunch.engines.wire.frame_stream import FrameStream
-from mlaunch.engines.wire.member_messages import MARK, MachineDone, Start
 from mlaunch.insight.wire import STACKS
 from mlaunch.protocol import registry, settings
 from mlaunch.protocol.messages import AgentStarted, Finished
@@ -826,7 +826,7 @@ def test_machines_that_hear_nothing_any_more_leave(
 ) -> None:
     """They give themselves back. A call that runs is ended."""
     monkeypatch.setattr(Placed, "farewell", ["mkdir", "-p", str(tmp_path / "given back")])
-    monkeypatch.setattr(heartbeats.Heartbeats, "_run", lambda beats: beats._streams[1].send(beats._heartbeat))
+    monkeypatch.setattr(machines.Heartbeats, "_run", lambda beats: beats._streams[1].send(beats._heartbeat))
     engine.heartbeat_timeout = 0.05
     with pytest.raises(LaunchError, match=r"host m1 of pause\(\) was lost"):
         launcher(signal.pause, 1, engine=engine, grace_period=0.5)()
@@ -843,7 +843,7 @@ def test_a_machine_that_leaves_waits_for_its_ranks_at_rest(engine: Threads, monk
     looks = list[bool]()
     look = MachineLaunch._step
     monkeypatch.setattr(MachineLaunch, "_step", lambda launch: looks.append(launch._alone) or look(launch))
-    monkeypatch.setattr(heartbeats.Heartbeats, "_run", lambda beats: beats._streams[0].send(beats._heartbeat))
+    monkeypatch.setattr(machines.Heartbeats, "_run", lambda beats: beats._streams[0].send(beats._heartbeat))
     engine.heartbeat_timeout = 1.0  # in which the machine has begun
 
     def stay() -> None:

@@ -35,7 +35,7 @@ from mlaunch.agreed_stop.wire import (
     ThawRanks,
 )
 from mlaunch.base import signals
-from mlaunch.engines.caller.launch.machines_requests import MachinesStop
+from mlaunch.engines.caller.machines_requests import MachinesStop
 from mlaunch.engines.member.machine_launch import SignalsHere
 from mlaunch.machines import link as machines_link
 from mlaunch.machines.gate.gate import GateStop

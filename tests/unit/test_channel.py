@@ -15,7 +15,7 @@ from typing import ClassVar
 import pytest
 
 from mlaunch.base.text import both_ends, first_bytes, last_bytes
-from mlaunch.engines.wire import member_messages
+from mlaunch.engines import wire as member_messages
 from mlaunch.machines import wire as machine_records
 from mlaunch.protocol import messages, server_messages, spec
 from mlaunch.protocol.channel import RECORD_LIMIT, Channel, get_to_know

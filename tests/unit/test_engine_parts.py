@@ -21,16 +21,16 @@ import pytest
 from mlaunch.base import linux
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout
 from mlaunch.engines.caller import slurm
-from mlaunch.engines.caller.launch.machines import Machine, Machines
+from mlaunch.engines.caller.machines import Machine, Machines
 from mlaunch.engines.caller.placement import Ends, Processes
 from mlaunch.engines.caller.ray import Pump
 from mlaunch.engines.caller.slurm import Allocation, Existing, Shell, fate_of
 from mlaunch.engines.member import main, started_together
 from mlaunch.engines.member.member import MachinePlan
+from mlaunch.engines.wire import MARK, AskOffer, Listen, command_of
 from mlaunch.engines.wire.first_process import MARK as MARK_OF_FIRST
 from mlaunch.engines.wire.first_process import Lead, ProcessAddress
 from mlaunch.engines.wire.frame_stream import FrameStream
-from mlaunch.engines.wire.member_messages import MARK, AskOffer, Listen, command_of
 from mlaunch.forkserver.children import NextLaunch
 from mlaunch.rendezvous.address import identity
 from tests.conftest import ROOT

@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 
-from mlaunch.engines.caller.launch.machines import last_lines
-from mlaunch.engines.caller.launch.merged_agent import Backlog
+from mlaunch.engines.caller.machines import last_lines
+from mlaunch.engines.caller.merged_agent import Backlog
 from mlaunch.engines.member.machine_launch import CallersHeartbeat, MachineLaunch
+from mlaunch.engines.wire import Alive, FromAgent, Heartbeat, MachineDone, Printed
 from mlaunch.engines.wire.first_process import Mux
 from mlaunch.engines.wire.frame_stream import Content, ForgedError, FrameCodes, FrameStream, NoiseError
-from mlaunch.engines.wire.member_messages import Alive, FromAgent, Heartbeat, MachineDone, Printed
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages import Finished, Phase, Question, RanksStarting, RankStarted, Told

@@ -11,10 +11,10 @@ from typing import Any, cast
 import pytest
 
 from mlaunch.base.fds import memory_file
-from mlaunch.engines.caller.launch import kept_launch
-from mlaunch.engines.caller.launch.kept_launch import KeptAgents
-from mlaunch.engines.caller.launch.merged_agent import Patience
-from mlaunch.engines.wire.member_messages import FromAgent
+from mlaunch.engines.caller import kept_launch
+from mlaunch.engines.caller.kept_launch import KeptAgents
+from mlaunch.engines.caller.merged_agent import Patience
+from mlaunch.engines.wire import FromAgent
 from mlaunch.protocol import payload
 from mlaunch.protocol.messages import (
     CallOver,

@@ -115,9 +115,9 @@ INSIDE = {
     "mlaunch.cells.rank.run_cell": "test_a_cell_is_ipythons",
     "mlaunch.cells.rank.shell": "test_a_cell_is_ipythons",
     "mlaunch.caller.warm_up": "test_the_first_launch_can_be_prepared_too",
-    "mlaunch.engines.caller.launch.engine_launch": "test_machines_that_are_held",
+    "mlaunch.engines.caller.engine_launch": "test_machines_that_are_held",
     "mlaunch.engines.caller.cluster": "test_machines_that_are_held",
-    "mlaunch.engines.caller.launch.kept_launch": "test_an_exception_on_one_machine_leaves_them_in_step",
+    "mlaunch.engines.caller.kept_launch": "test_an_exception_on_one_machine_leaves_them_in_step",
     "mlaunch.sweeps.caller.submitted_call": "test_futures_of_launches",
     "mlaunch.sweeps.caller.kept_trial": "test_trials_take_the_warm_ranks_of_their_devices",
     "mlaunch.insight.agent": "test_each_trial_has_machines_of_its_own",
@@ -127,11 +127,10 @@ INSIDE = {
     "mlaunch.sweeps.caller.trial": "test_a_map_and_a_grid",
     "mlaunch.engines.caller.engine": "test_other_mistakes",
     "mlaunch.engines.member.machine_launch": "test_heartbeats_are_sent",
-    "mlaunch.engines.caller.launch.heartbeats": "test_machines_that_are_held",
-    "mlaunch.engines.caller.launch.machines": "test_machines_that_are_held",
+    "mlaunch.engines.caller.machines": "test_machines_that_are_held",
     "mlaunch.engines.member.member": "test_machines_that_are_held",
-    "mlaunch.engines.wire.member_messages": "test_machines_that_are_held",
-    "mlaunch.engines.caller.launch.merged_agent": "test_machines_that_are_held",
+    "mlaunch.engines.wire": "test_machines_that_are_held",
+    "mlaunch.engines.caller.merged_agent": "test_machines_that_are_held",
     "mlaunch.engines.caller.placement": "test_machines_that_are_held",
     "mlaunch.launch": "test_the_modules_that_are_commands",
     "mlaunch.protocol.this_rank": "test_a_launch_inside_a_rank_that_was_not_meant",
@@ -175,7 +174,7 @@ INSIDE = {
 FRESH = {"mlaunch.engines.member.main", "mlaunch.warm.caller.zygotes", "mlaunch.warm.wire.zygote_messages"}
 FRESH |= {"mlaunch.debug.rank.visit"}
 FRESH |= {"mlaunch.profile.member"}  # of a profile on machines: torch's profiler alone takes seconds to import
-FRESH |= {"mlaunch.torch_parts.lacking", "mlaunch.warm.server.zygote"}
+FRESH |= {"mlaunch.torch_parts.lacking", "mlaunch.warm.server"}
 
 
 def test_every_module_is_in_the_fast_loop(request: pytest.FixtureRequest) -> None:

@@ -16,18 +16,18 @@ from mlaunch.base.exceptions import RankFailure
 from mlaunch.caller.running_launches import ask
 from mlaunch.engines import Ends
 from mlaunch.engines.caller import engine_named
-from mlaunch.engines.caller.launch.machines import Machine
-from mlaunch.engines.caller.launch.machines_requests import MachinesInspection
-from mlaunch.engines.caller.launch.merged_agent import MergedAgent, Patience
+from mlaunch.engines.caller.machines import Machine
+from mlaunch.engines.caller.machines_requests import MachinesInspection
+from mlaunch.engines.caller.merged_agent import MergedAgent, Patience
+from mlaunch.engines.wire import FromAgent, MachineDone, ServerEnded
 from mlaunch.engines.wire.frame_stream import FrameStream
-from mlaunch.engines.wire.member_messages import FromAgent, MachineDone, ServerEnded
 from mlaunch.protocol.messages import Cancel
 from mlaunch.protocol.visitors import STATUS
 from tests.contract.test_engine_calls import LIMIT
 
 
 def test_a_machine_that_does_not_say_what_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlaunch.engines.caller.launch.machines_requests._PATIENCE", 0.0)
+    monkeypatch.setattr("mlaunch.engines.caller.machines_requests._PATIENCE", 0.0)
     ours, theirs = socket.socketpair()
     machine = Machine(0, Ends(os.dup(ours.fileno()), ours.detach()))
     machine.host, machine.offered = "m0", cast(Any, SimpleNamespace(local_world_size=1))

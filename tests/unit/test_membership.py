@@ -15,7 +15,7 @@ import pytest
 from mlaunch.base import linux
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.text import printable
-from mlaunch.engines.caller.launch.machines import printable_line
+from mlaunch.engines.caller.machines import printable_line
 from mlaunch.machines.agent import LinkedPeers
 from mlaunch.machines.gate import GateConfig
 from mlaunch.machines.gate.roster import RoleRanks, Roster, placed, role_ranks

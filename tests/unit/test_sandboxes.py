@@ -30,7 +30,7 @@ from mlaunch.protocol import visitors
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.visitors import END, STATUS, VISIT, Reception
 from mlaunch.warm.caller import zygotes
-from mlaunch.warm.server.zygote import Zygote
+from mlaunch.warm.server import Zygote
 from mlaunch.warm.wire import import_facts, zygote_place
 from mlaunch.warm.wire.zygote_messages import AskZygote, NotServed, ZygoteState
 from tests.another_user import by_another_user

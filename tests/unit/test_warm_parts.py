@@ -25,8 +25,8 @@ from mlaunch.protocol.channel import Channel
 from mlaunch.rank.setup import process
 from mlaunch.warm import caller
 from mlaunch.warm.caller import zygotes
+from mlaunch.warm.server import Zygote, _Visitor
 from mlaunch.warm.server.import_record import ImportRecord, LoadedFiles
-from mlaunch.warm.server.zygote import Zygote, _Visitor
 from mlaunch.warm.wire import import_facts, zygote_place
 from mlaunch.warm.wire.zygote_messages import ForkEnded
 from tests.processes import wait_until

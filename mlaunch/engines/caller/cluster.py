@@ -23,15 +23,15 @@ from mlaunch.caller.launch.plan import Attempt
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.output_plan import OutputPlan
 from mlaunch.core.records import Need
-from mlaunch.engines.caller.launch.engine_launch import (
+from mlaunch.engines.caller.engine_launch import (
     MachinesLaunch,
     StartedLaunch,
     Work,
     call_on_machines,
     with_hosts,
 )
-from mlaunch.engines.caller.launch.kept_launch import open_on_machines
-from mlaunch.engines.caller.launch.machines import Machine, Machines, PlacedMachines, say
+from mlaunch.engines.caller.kept_launch import open_on_machines
+from mlaunch.engines.caller.machines import Machine, Machines, PlacedMachines, say
 from mlaunch.protocol import calls
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import LaunchSpec

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from mlaunch.base import linux
 from mlaunch.base.exceptions import LaunchError
 from mlaunch.engines.caller.engine import Engine, Words
-from mlaunch.engines.caller.launch.machines import printable_line
+from mlaunch.engines.caller.machines import printable_line
 from mlaunch.engines.caller.placement import Ends, Placement, Processes
 from mlaunch.engines.wire.first_process import MARK, CarriedStream, Lead, Mux, ProcessAddress
 from mlaunch.engines.wire.frame_stream import FrameStream

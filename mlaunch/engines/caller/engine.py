@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from mlaunch.caller.options.launch_options import Options, about
 from mlaunch.caller.options.option_values import Name
 from mlaunch.engines.caller.cluster import Cluster
-from mlaunch.engines.caller.launch.engine_launch import call_on_machines
-from mlaunch.engines.caller.launch.kept_launch import open_on_machines
-from mlaunch.engines.caller.launch.machines import Machines, say
+from mlaunch.engines.caller.engine_launch import call_on_machines
+from mlaunch.engines.caller.kept_launch import open_on_machines
+from mlaunch.engines.caller.machines import Machines, say
 from mlaunch.engines.caller.placement import Placement
 from mlaunch.ranks.caller.ranks_launch import RanksLaunch, StayRules
 

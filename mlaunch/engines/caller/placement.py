@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import subprocess
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mlaunch.base import linux
-from mlaunch.base.exceptions import describe_exit
+from mlaunch.base.exceptions import LaunchTimeout, describe_exit
+from mlaunch.caller import interrupts
 
 _FATE_TIMEOUT = 1.0  # seconds for a program to end once its streams have
+_QUERY_DELAY = 0.1  # seconds between queries to the engine
 _END_TIMEOUT = 3.0  # seconds for programs to end once their standard input has, and once they were asked to
 
 
@@ -70,6 +73,22 @@ class Placement(ABC):
     @abstractmethod
     def cancel(self) -> None:
         """End all processes and give the machines back. Always called, and called again if it was interrupted."""
+
+
+def wait_for(placement: Placement, timeout: float, tell: Callable[[str], None]) -> None:
+    """Wait until the machines are there: for ``timeout`` seconds at most, unless they are in a queue."""
+    told, until = "", math.inf
+    while state := placement.state():
+        if state != told:
+            tell(state)
+        until = math.inf if placement.queues else min(until, time.monotonic() + timeout)
+        if time.monotonic() >= until:
+            raise LaunchTimeout(
+                f"the machines have not come within join_timeout={timeout:g} s: {state}. Is something stopped there, "
+                f"or does it ask for input?"
+            )
+        told = state
+        interrupts.wait_readable([], _QUERY_DELAY)  # a sleep that Ctrl-C ends at once
 
 
 class Processes:

@@ -14,7 +14,7 @@ from mlaunch.base import linux
 from mlaunch.base.exceptions import LaunchError
 from mlaunch.caller.options.option_values import Name
 from mlaunch.engines.caller.engine import Amounts, Engine
-from mlaunch.engines.caller.launch.heartbeats import BEATS
+from mlaunch.engines.caller.machines import BEATS
 from mlaunch.engines.caller.placement import Ends, Placement
 
 _READ = 1 << 18  # bytes per call of an actor

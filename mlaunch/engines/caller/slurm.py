@@ -17,7 +17,7 @@ from mlaunch.base.exceptions import LaunchError
 from mlaunch.base.fds import close_in_forks
 from mlaunch.engines.caller.engine import OPTIONAL_NAME, Engine
 from mlaunch.engines.caller.hosts import check_name
-from mlaunch.engines.caller.launch.machines import say
+from mlaunch.engines.caller.machines import say
 from mlaunch.engines.caller.placement import Ends, Placement, Processes
 
 _SSH = ("ssh", "-T", "-o", "BatchMode=yes")

@@ -20,8 +20,7 @@ from mlaunch.base.fds import KeptFd, close_all, ready
 from mlaunch.caller.launch.watchdog import Killed, Limits, remove_names
 from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.core.load import MachineParts
-from mlaunch.engines.wire.frame_stream import NoiseError
-from mlaunch.engines.wire.member_messages import (
+from mlaunch.engines.wire import (
     Alive,
     FromAgent,
     Heartbeat,
@@ -32,6 +31,7 @@ from mlaunch.engines.wire.member_messages import (
     Rows,
     ServerEnded,
 )
+from mlaunch.engines.wire.frame_stream import NoiseError
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.messages import (
     AgentSays,
@@ -315,7 +315,7 @@ class SignalsHere:
 class CallersHeartbeat:
     """The heartbeat of the caller: a machine that receives nothing in time leaves.
 
-    The caller's side, and why one is needed, is in ``mlaunch/engines/caller/launch/heartbeats.py``. ``last``: the last
+    The caller's side, and why one is needed, is in ``mlaunch/engines/caller/machines.py``. ``last``: the last
     one received; None: none yet, and the machine stays.
     """
 

@@ -29,8 +29,7 @@ from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.server.warm_server import warm_server
 from mlaunch.core.load import MachineParts
 from mlaunch.engines.member.machine_launch import CallersHeartbeat, MachineLaunch
-from mlaunch.engines.wire.frame_stream import FrameStream, NoiseError
-from mlaunch.engines.wire.member_messages import (
+from mlaunch.engines.wire import (
     MARK,
     AskOffer,
     Heartbeat,
@@ -47,6 +46,7 @@ from mlaunch.engines.wire.member_messages import (
     patience_of,
     versions,
 )
+from mlaunch.engines.wire.frame_stream import FrameStream, NoiseError
 from mlaunch.protocol.channel import assert_never
 from mlaunch.protocol.messages import Cancel, EndCall, EndRanks, ForPart, MeetAgain, NextCall, Question
 from mlaunch.protocol.spec import LaunchSpec, Nodes, Target, with_details

@@ -29,6 +29,7 @@ from typing import NoReturn
 from mlaunch.base import linux
 from mlaunch.engines.member import main as program
 from mlaunch.engines.member import member
+from mlaunch.engines.wire import command_of, patience_of
 from mlaunch.engines.wire.first_process import (
     MARK,
     CarriersStream,
@@ -39,7 +40,6 @@ from mlaunch.engines.wire.first_process import (
     without_delay,
 )
 from mlaunch.engines.wire.frame_stream import FrameStream
-from mlaunch.engines.wire.member_messages import command_of, patience_of
 from mlaunch.rendezvous.address import LOOPBACK, addresses
 
 _STRANGER_TIMEOUT = 30  # seconds in which a process that connects must prove that it knows the secret

@@ -30,7 +30,7 @@ from mlaunch.base.fds import close_all, close_in_forks, memory_file, renewed
 _SIZE = 32  # bytes of a code
 # The largest size of a pipe that an unprivileged user may set (fs.pipe-max-size).
 CHUNK = 1 << 20  # bytes that are read or written at once
-Incoming = TypeVar("Incoming", covariant=True)  # the records that come: see member_messages.py
+Incoming = TypeVar("Incoming", covariant=True)  # the records that come: see ``mlaunch.engines.wire``
 Outgoing = TypeVar("Outgoing", contravariant=True)  # those that it takes
 _HEAD = struct.Struct("!IQ")
 _END = b"\n"

@@ -12,7 +12,7 @@ from mlaunch.cli import UsageError
 from mlaunch.core.load import CallerParts
 from mlaunch.engines.caller import engine_named
 from mlaunch.engines.caller.engine import Engine
-from mlaunch.engines.caller.launch.engine_launch import Attempts, HostPrefix, Work
+from mlaunch.engines.caller.engine_launch import Attempts, HostPrefix, Work
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.run.command.job import Job, OutputFlags, target_of
 

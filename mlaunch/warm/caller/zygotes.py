@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from mlaunch.protocol.server_messages import ServerHears, ServerSays
     from mlaunch.warm.wire.zygote_messages import ZygoteHears, ZygoteSays
 
-_BOOTSTRAP = "from mlaunch.warm.server.zygote import main; main({}, {}, {!r}, {}, {}, awaited={})"
+_BOOTSTRAP = "from mlaunch.warm.server import main; main({}, {}, {!r}, {}, {}, awaited={})"
 _ANSWER_TIMEOUT = 5.0  # seconds
 _IMPORT_TIMEOUT = 300.0  # seconds, from a slow disk, with the user's modules
 _START_TIMEOUT = 60.0  # seconds for another start to end

@@ -18,11 +18,11 @@ from mlaunch.caller.launch.plan import Attempt
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.output_plan import OutputPlan, output_plan
 from mlaunch.caller.output.relay import Relay
-from mlaunch.engines.caller.launch.engine_launch import AllServers, MachinesLaunch, Work, with_hosts
-from mlaunch.engines.caller.launch.machines import Machine, PlacedMachines
-from mlaunch.engines.caller.launch.machines_requests import MachinesInspection
-from mlaunch.engines.caller.launch.merged_agent import EndOf, MergedAgent, Patience
-from mlaunch.engines.wire.member_messages import Offer
+from mlaunch.engines.caller.engine_launch import AllServers, MachinesLaunch, Work, with_hosts
+from mlaunch.engines.caller.machines import Machine, PlacedMachines
+from mlaunch.engines.caller.machines_requests import MachinesInspection
+from mlaunch.engines.caller.merged_agent import EndOf, MergedAgent, Patience
+from mlaunch.engines.wire import Offer
 from mlaunch.protocol import payload
 from mlaunch.protocol.messages import (
     AgentHears,

@@ -19,11 +19,9 @@ from typing import TYPE_CHECKING
 from mlaunch.agreed_stop.wire import NAME, AskToStop
 from mlaunch.base.exceptions import RankFailure, describe_exit
 from mlaunch.base.fds import close_all, ready
-from mlaunch.engines.caller.launch.heartbeats import interval
-from mlaunch.engines.caller.launch.machines import Machine, last_lines
-from mlaunch.engines.caller.launch.machines_requests import MachinesInspection, MachinesStop
-from mlaunch.engines.wire.frame_stream import NoiseError
-from mlaunch.engines.wire.member_messages import (
+from mlaunch.engines.caller.machines import Machine, interval, last_lines
+from mlaunch.engines.caller.machines_requests import MachinesInspection, MachinesStop
+from mlaunch.engines.wire import (
     Alive,
     FromAgent,
     MachineDone,
@@ -35,6 +33,7 @@ from mlaunch.engines.wire.member_messages import (
     Rows,
     ServerEnded,
 )
+from mlaunch.engines.wire.frame_stream import NoiseError
 from mlaunch.protocol import failures
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.channel import Channel, assert_never

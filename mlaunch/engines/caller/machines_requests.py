@@ -27,7 +27,7 @@ from mlaunch.agreed_stop.wire import (
 from mlaunch.base.fds import close_in_forks
 from mlaunch.base.linux import working_directory
 from mlaunch.base.text import printable
-from mlaunch.engines.caller.launch.machines import Machine
+from mlaunch.engines.caller.machines import Machine
 from mlaunch.protocol import registry
 from mlaunch.protocol.messages import AgentHears, AgentSays, AgentsEnd, ForPart, PartSays, Question
 from mlaunch.protocol.spec import LaunchSpec

@@ -28,10 +28,10 @@ from mlaunch.caller.report.user_frames import warn_caller
 from mlaunch.caller.server.fork_server import in_memfds
 from mlaunch.core import load
 from mlaunch.core.load import CallerParts
-from mlaunch.engines.caller.launch.machines import Machine, PlacedMachines, say
-from mlaunch.engines.caller.launch.machines_requests import MachinesInspection
-from mlaunch.engines.caller.launch.merged_agent import MergedAgent, Patience
-from mlaunch.engines.wire.member_messages import AskOffer, Listen, Offer, Reach, Start
+from mlaunch.engines.caller.machines import Machine, PlacedMachines, say
+from mlaunch.engines.caller.machines_requests import MachinesInspection
+from mlaunch.engines.caller.merged_agent import MergedAgent, Patience
+from mlaunch.engines.wire import AskOffer, Listen, Offer, Reach, Start
 from mlaunch.protocol import calls, settings
 from mlaunch.protocol import token as tokens
 from mlaunch.protocol.calls import Call

@@ -6,10 +6,10 @@ import atexit
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import shlex
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,10 +21,8 @@ from mlaunch.base import linux
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout
 from mlaunch.base.text import printable
 from mlaunch.caller import interrupts
-from mlaunch.engines.caller.launch.heartbeats import Heartbeats
-from mlaunch.engines.caller.placement import Ends, Placement
-from mlaunch.engines.wire.frame_stream import FrameStream, NoiseError
-from mlaunch.engines.wire.member_messages import (
+from mlaunch.engines.caller.placement import Ends, Placement, wait_for
+from mlaunch.engines.wire import (
     MARK,
     AskOffer,
     CallersStream,
@@ -39,18 +37,20 @@ from mlaunch.engines.wire.member_messages import (
     command_of,
     versions,
 )
+from mlaunch.engines.wire.frame_stream import FrameStream, NoiseError
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.messages import AgentSays, RankAnswered, RankGone, RankStarted
 
 MemberQuestion = AskOffer | Listen | Reach
 _LAST_WORDS_TIMEOUT = 2.0  # seconds to read what a member that has ended wrote
-_QUERY_DELAY = 0.1  # seconds between queries to the engine
 _TAIL = 20  # lines of a machine's standard error that are kept
 _READ = 65536
 _KEPT = 4096  # bytes of such a line
 _SENDING = 6  # times as long may a machine be silent that is still being sent something
 _WORDS = 3  # lines of a machine's standard error that are shown
 _NAME, _LINE = 255, 1000  # bytes of a name, and of a line, that are shown
+BEATS = 5  # heartbeats in the time after which a machine leaves, at least
+_LONGEST = 10.0  # seconds between two: they also show that a machine does not answer
 
 
 class Machine:
@@ -387,7 +387,7 @@ class Machines(PlacedMachines):
         # The caller sends no heartbeat before all members are there.
         patience = None if self.heartbeat_timeout is None else self.heartbeat_timeout + timeout
         self.placement = placement = self._place(self._wanted, command_of(self._python, patience))
-        _wait_for(placement, timeout, tell)
+        wait_for(placement, timeout, tell)
         self._start_members(placement, timeout)
 
     def _start_members(self, placement: Placement, timeout: float) -> None:
@@ -453,20 +453,40 @@ class Machines(PlacedMachines):
         atexit.unregister(self.close)
 
 
-def _wait_for(placement: Placement, timeout: float, tell: Callable[[str], None]) -> None:
-    """Wait until the machines are there: for ``timeout`` seconds at most, unless they are in a queue."""
-    told, until = "", math.inf
-    while state := placement.state():
-        if state != told:
-            tell(state)
-        until = math.inf if placement.queues else min(until, time.monotonic() + timeout)
-        if time.monotonic() >= until:
-            raise LaunchTimeout(
-                f"the machines have not come within join_timeout={timeout:g} s: {state}. Is something stopped there, "
-                f"or does it ask for input?"
-            )
-        told = state
-        interrupts.wait_readable([], _QUERY_DELAY)  # a sleep that Ctrl-C ends at once
+class Heartbeats:
+    """A thread of the caller that sends heartbeats to machines, since those that receive none leave.
+
+    When a caller ends, or is killed, its streams end. If its machine loses power or its network, they do not: no packet
+    comes then, for hours unless somebody sends one. The streams must outlive the thread.
+    """
+
+    def __init__(self, streams: Sequence[CallersStream], heartbeat: Heartbeat) -> None:
+        self._streams = streams
+        self._heartbeat = heartbeat
+        self._closed = threading.Event()
+        # A thread: between calls nobody in this process reads from the machines, or writes to them.
+        self._thread = threading.Thread(target=self._run, name="mlaunch-heartbeat", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            for stream in self._streams:
+                if stream.unsent:  # otherwise data on its way shows that the caller lives
+                    stream.flush()
+                else:
+                    stream.send(self._heartbeat)
+            if self._closed.wait(interval(self._heartbeat.timeout)):
+                return
+
+    def close(self) -> None:
+        """End the thread. May also be called in a fork, which has no such thread."""
+        self._closed.set()
+        self._thread.join()
+
+
+def interval(heartbeat_timeout: float) -> float:
+    """Return the seconds from one heartbeat to the next."""
+    return min(heartbeat_timeout / BEATS, _LONGEST)
 
 
 def say(text: str) -> None:
