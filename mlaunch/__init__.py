@@ -134,12 +134,12 @@ def __getattr__(name: str) -> Any:
 
 def load_ipython_extension(shell: Any) -> None:
     """Add ``%ranks`` and ``%%ranks`` to a notebook. IPython calls it for ``%load_ext mlaunch``."""
-    importlib.import_module("mlaunch.cells.kernel.magics").load(shell)
+    importlib.import_module("mlaunch.cells.kernel").load(shell)
 
 
 def unload_ipython_extension(shell: Any) -> None:
     """End the ranks of the magics, and remove the magics. IPython calls it for ``%unload_ext mlaunch``."""
-    importlib.import_module("mlaunch.cells.kernel.magics").unload(shell)
+    importlib.import_module("mlaunch.cells.kernel").unload(shell)
 
 
 def __dir__() -> list[str]:

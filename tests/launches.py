@@ -549,7 +549,7 @@ def ask_anywhere(patch: pytest.MonkeyPatch) -> None:
 
 
 def read_cells_by(patch: pytest.MonkeyPatch, read: Callable[..., Any]) -> None:
-    patch.setattr("mlaunch.cells.kernel.magics.cell_source", read)
+    patch.setattr("mlaunch.cells.kernel.cell_source", read)
 
 
 def forget_warnings() -> None:

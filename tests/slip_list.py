@@ -790,7 +790,7 @@ SLIPS = (
     Slip(
         "notebook",
         "options_before_a_restart",
-        "cells/kernel/magics.py",
+        "cells/kernel/__init__.py",
         "        check(options)\n        self.close()\n",
         "        self.close()\n",
         ("contract/test_cells_on_ranks.py::test_the_magics",),
@@ -799,7 +799,7 @@ SLIPS = (
     Slip(
         "notebook",
         "automatic_cells_after_a_magic",
-        "cells/kernel/magics.py",
+        "cells/kernel/__init__.py",
         "        finally:\n            self.automatic.paused = False\n",
         "        finally:\n            pass\n",
         (
@@ -811,7 +811,7 @@ SLIPS = (
     Slip(
         "notebook",
         "main_of_a_cell",
-        "cells/rank/run_cell.py",
+        "cells/rank/__init__.py",
         '        if before is not None:\n            sys.modules["__main__"] = before\n',
         "        pass\n",
         ("contract/test_cells_on_ranks.py::test_names_go_to_and_fro",),
@@ -820,7 +820,7 @@ SLIPS = (
     Slip(
         "notebook",
         "magic_inside_a_cell",
-        "cells/kernel/magics.py",
+        "cells/kernel/__init__.py",
         "self.takes(lines) and not self.paused else",
         "self.takes(lines) else",
         (

@@ -18,8 +18,7 @@ from mlaunch.base.exceptions import misuse
 from mlaunch.base.text import name_ranks, ranges
 from mlaunch.caller.report import notebook
 from mlaunch.caller.report.user_frames import warn_caller
-from mlaunch.cells.rank import cell_names
-from mlaunch.cells.rank.run_cell import open_shell_early, run_cell
+from mlaunch.cells.rank import describe_names, find_names, open_shell_early, pull, push, run_cell
 from mlaunch.cells.wire import Bundle, CellAnswer, NamesOfRank
 from mlaunch.core.load import room
 from mlaunch.protocol import by_value
@@ -272,14 +271,14 @@ class Cells:
 
     def pull(self, name: str, targets: Sequence[int] | None) -> list[Any]:
         """Return a name's values; see ``Ranks.pull``."""
-        found = self._ask(Call(cell_names.pull, ([name], self._checked(targets)), {}, name=f"pull of {name}"))
+        found = self._ask(Call(pull, ([name], self._checked(targets)), {}, name=f"pull of {name}"))
         _check_name(name, found)
         return [values[name] for values in found.values()]
 
     def push(self, values: Mapping[str, Any], targets: Sequence[int] | None) -> None:
         """Set names; see ``Ranks.push``."""
         name = f"push of {', '.join(values)}"
-        self._ask(Call(cell_names.push, (dict(values), self._checked(targets)), {}, name=name))
+        self._ask(Call(push, (dict(values), self._checked(targets)), {}, name=name))
 
     def open_shells(self) -> None:
         """Open the shells in which cells run, before the first cell."""
@@ -296,11 +295,11 @@ class Cells:
 
     def names(self) -> list[NamesOfRank]:
         """Return the names that cells have left on each rank."""
-        return list(self._ask(Call(cell_names.describe_names, (), {}, name="%ranks")).values())
+        return list(self._ask(Call(describe_names, (), {}, name="%ranks")).values())
 
     def names_for_completion(self, kind: str, source: str, prefix: str, rank: int) -> list[str]:
         """Return the names for completion on a rank; [] at once if the ranks are busy or gone."""
-        call = Call(cell_names.find_names, (kind, source, prefix, rank), {}, name="completion")
+        call = Call(find_names, (kind, source, prefix, rank), {}, name="completion")
         told = self._set.ask_idle(call, _PATIENCE)
         return [] if told is None or not 0 <= rank < len(told) else told[rank]
 

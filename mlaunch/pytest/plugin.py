@@ -100,9 +100,9 @@ def pytest_runtest_makereport(
     report = yield
     failed = None if call.excinfo is None else report_of(call.excinfo.value)
     if failed is not None and item.stash.get(WANTED, None) is None:
-        from mlaunch.pytest.caller import failure_facts
+        from mlaunch.pytest.caller.judgement import facts_of_launch, note_facts
 
-        failure_facts.note(item, report, failure_facts.of_launch(failed.as_dict()))
+        note_facts(item, report, facts_of_launch(failed.as_dict()))
     return report
 
 

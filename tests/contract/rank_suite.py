@@ -446,9 +446,9 @@ LEASES = """
 import os, signal
 from pathlib import Path
 import pytest
-from mlaunch.pytest.caller import xdist_workers
+from mlaunch.pytest.caller import new_ranks
 
-xdist_workers._TERM = 0.0  # devices are given back as soon as another worker waits for them
+new_ranks._TERM = 0.0  # devices are given back as soon as another worker waits for them
 
 def alone(folder):
     names = os.environ["MLAUNCH_LEASED"].split(",")
@@ -478,9 +478,9 @@ from pathlib import Path
 import pytest
 from mlaunch.leases.caller.acquisition import standing
 from mlaunch.leases.caller.lease_directory import place
-from mlaunch.pytest.caller import xdist_workers
+from mlaunch.pytest.caller import new_ranks
 
-xdist_workers._TERM = 0.0
+new_ranks._TERM = 0.0
 
 def wait_until(condition):
     end = time.monotonic() + 60

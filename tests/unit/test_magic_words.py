@@ -10,9 +10,9 @@ import pytest
 
 from mlaunch.base.exceptions import LaunchError, misuse
 from mlaunch.cells.caller import CellJob, CellResult, cell_source
-from mlaunch.cells.kernel.cell_output import JobArea, shown_in_cell, traceback_lines
+from mlaunch.cells.kernel import JobArea, shown_in_cell, traceback_lines
 from mlaunch.cells.kernel.magic_words import CellWords, LineWords, WordError, cell_words, line_words
-from mlaunch.cells.rank.run_cell import PlainShell
+from mlaunch.cells.rank import PlainShell
 from mlaunch.cells.wire import Bundle, CellAnswer, NamesOfRank
 
 
@@ -100,7 +100,7 @@ def test_cells_that_say_nothing(line: str, said: str) -> None:
 
 def test_plain_cells_go_to_the_ranks_until_told_otherwise() -> None:
     pytest.importorskip("IPython", reason="IPython is not installed (extra: test)")
-    from mlaunch.cells.kernel.magics import Automatic
+    from mlaunch.cells.kernel import Automatic
 
     automatic = Automatic()
     assert automatic(["x = 1\n"]) == ["x = 1\n"]
@@ -170,7 +170,7 @@ def test_a_job_shows_that_it_begins_and_its_last_line_though_none_follows() -> N
 
 def test_the_table() -> None:
     pytest.importorskip("IPython", reason="IPython is not installed (extra: test)")
-    from mlaunch.cells.kernel.magics import table
+    from mlaunch.cells.kernel import table
 
     told = [
         NamesOfRank(11, 1 << 20, 0, {"x": ("int", 28), "model": ("torch.nn.Linear", 2048)}),

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from mlaunch.cells import rank as rank_of_cells
 from mlaunch.cells.caller import CellJob
-from mlaunch.cells.kernel.cell_completion import NoNames, RankNames, WordAtCursor, first_target, what_is_wanted
-from mlaunch.cells.rank import cell_names, run_cell
-from mlaunch.cells.rank.cell_names import find_names
+from mlaunch.cells.kernel.magic_words import NoNames, RankNames, WordAtCursor, first_target, what_is_wanted
+from mlaunch.cells.rank import find_names
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def strange_classes() -> tuple[type, type[dict[str, Any]]]:
 def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The namespace of a rank's cells."""
     made = types.ModuleType("__main__")
-    monkeypatch.setattr(cell_names, "main", made)
+    monkeypatch.setattr(rank_of_cells, "main", made)
     return vars(made)
 
 
@@ -174,7 +174,7 @@ def found(kind: str, source: str = "", prefix: str = "") -> list[str]:
 
 
 def test_the_others_say_nothing() -> None:
-    assert (run_cell.rank(), find_names("names", "", "", 1)) == (0, None)
+    assert (rank_of_cells.rank(), find_names("names", "", "", 1)) == (0, None)
 
 
 def test_names(names: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from mlaunch.caller.server.warm_server import warm_server
 from mlaunch.leases import caller
 from mlaunch.leases.caller.acquisition import Wish
 from mlaunch.pytest import wire
-from mlaunch.pytest.caller import new_ranks, rank_fixtures, runner, xdist_workers
+from mlaunch.pytest.caller import new_ranks, rank_fixtures, runner
 from mlaunch.pytest.caller.judgement import is_out_of_step, judge
 from mlaunch.pytest.caller.mark import Shape
 from mlaunch.pytest.caller.runner import Debugging
@@ -156,30 +156,30 @@ def test_workers_divide_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
     monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "4")
-    monkeypatch.setattr(xdist_workers.device, "usable_cpus", lambda: 16)
-    assert xdist_workers.share_of_cores(2) == {"OMP_NUM_THREADS": "2"}
-    xdist_workers.warn_of_cores(Shape(4, "cpu", None))
+    monkeypatch.setattr(new_ranks.device, "usable_cpus", lambda: 16)
+    assert new_ranks.share_of_cores(2) == {"OMP_NUM_THREADS": "2"}
+    new_ranks.warn_of_cores(Shape(4, "cpu", None))
     with pytest.warns(pytest.PytestWarning, match="4 workers with 8 ranks each share 16 cores.*; -n 2 is likely"):
-        xdist_workers.warn_of_cores(Shape(8, "cpu", None))
+        new_ranks.warn_of_cores(Shape(8, "cpu", None))
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw1")
-    xdist_workers.warn_of_cores(Shape(8, "cpu", None))
+    new_ranks.warn_of_cores(Shape(8, "cpu", None))
 
 
 def test_a_worker_has_devices_alone_and_gives_them_back_when_another_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     shape, wish = Shape(1, "toy", None), Wish(["toy 0"], 1, "pytest's worker gw1")
     request = caller.LeaseRequest(Options(), os.environ, wish, {"toy 0": 0})
-    monkeypatch.setattr(xdist_workers, "request_of", lambda *_: request)
-    monkeypatch.setattr(xdist_workers.warm_server, "get", lambda _: None)
+    monkeypatch.setattr(caller, "request_of", lambda *_: request)
+    monkeypatch.setattr(new_ranks.warm_server, "get", lambda _: None)
     monkeypatch.delenv("PYTEST_XDIST_WORKER_COUNT", raising=False)
-    assert xdist_workers.WorkerDevices(shape, 60.0).devices is None  # without xdist
+    assert new_ranks.WorkerDevices(shape, 60.0).devices is None  # without xdist
     monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "2")
-    assert xdist_workers.WorkerDevices(Shape(1, "cpu", None), 60.0).devices is None
-    ours = xdist_workers.WorkerDevices(shape, 60.0)
+    assert new_ranks.WorkerDevices(Shape(1, "cpu", None), 60.0).devices is None
+    ours = new_ranks.WorkerDevices(shape, 60.0)
     assert (ours.devices, ours.environ) == ([0], {"MLAUNCH_LEASED": "toy 0"})
     waits = r"gw1 waits for 1 of devices 0, after pytest's worker gw1 \(pid \d+\): it did not get them within 0 s"
     with pytest.raises(pytest.fail.Exception, match=waits):
-        xdist_workers.WorkerDevices(shape, 0.0)
-    monkeypatch.setattr(xdist_workers, "_TERM", 0.0)
+        new_ranks.WorkerDevices(shape, 0.0)
+    monkeypatch.setattr(new_ranks, "_TERM", 0.0)
     assert not ours.are_due()  # nobody waits any more
     waiting = request.begin()
     assert ours.are_due()

@@ -1,4 +1,4 @@
-"""The one outcome of a test on all of its ranks, and pytest's report of it.
+"""The one outcome of a test on all of its ranks, and pytest's report of it, for people and for programs.
 
 A failure wins over a skip, and ranks skip together or not at all.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import pickle
 import re
 import sys
@@ -15,6 +16,7 @@ import types
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest.case import _subtest_msg_sentinel  # type: ignore[attr-defined]
 
@@ -24,9 +26,10 @@ from _pytest.unittest import TestCaseFunction
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout
 from mlaunch.base.frames import mentions_bottom
 from mlaunch.base.text import name_ranks
+from mlaunch.core import load
+from mlaunch.protocol.failures import kind_of_raised
 from mlaunch.pytest import wire
-from mlaunch.pytest.caller import failure_facts
-from mlaunch.pytest.caller.failure_facts import FailureFacts
+from mlaunch.pytest.caller.mark import CI_COMMAND, PROPERTIES
 from mlaunch.pytest.rank.run_test import EndedAloneError
 from mlaunch.pytest.wire import Findings, Part, RankTest, Verdict
 from mlaunch.rank import in_step
@@ -77,11 +80,11 @@ def judge(findings: Findings) -> Judgement:
     if leaving := [verdict for verdict in verdicts.values() if verdict.outcome == "exit"]:
         return Judgement(_raised(leaving[0]))
     if findings.told and not findings.apart:
-        return _failed(findings, findings.told, failure_facts.of_launch(findings.failure, findings.told))
+        return _failed(findings, findings.told, facts_of_launch(findings.failure, findings.told))
     if "failed" in outcomes.values():
         cause = _cause(verdicts)
         error, sections = _raised(verdicts[cause]), _sections(findings, cause)
-        facts = failure_facts.of_verdict(cause, verdicts[cause], error)
+        facts = facts_of_verdict(cause, verdicts[cause], error)
         return Judgement(error, verdicts[cause].longrepr, sections, facts=facts)
     if len(verdicts) == findings.size and len(set(outcomes.values())) == 1:
         return _agreed(verdicts[min(verdicts)])
@@ -300,3 +303,72 @@ def _raised_by(judgement: Judgement) -> Any:
     except BaseException:  # also of pytest's own kinds
         return sys.exc_info()
     return None
+
+
+# Facts for programs: properties in JUnit's file, and annotations of CI services beside lines
+
+_LIKE_OURS = "pytest_github_actions_annotate_failures"  # a plugin that does this for all tests
+Places = Sequence[tuple[str, int]]  # files and lines of the user's, the innermost call first
+
+
+@dataclass(frozen=True)
+class FailureFacts:
+    """Why a test on ranks has failed. ``kind``: as in ``docs/schema.json``; ``what``: the exception, or the kind."""
+
+    kind: str
+    what: str
+    message: str
+    rank: int | None = None
+    host: str | None = None
+    places: Places = ()
+
+
+def facts_of_verdict(rank: int, verdict: Verdict, error: BaseException) -> FailureFacts:
+    """Return the facts of a rank that has raised."""
+    crash = getattr(verdict.longrepr, "reprcrash", None)
+    message = str(getattr(crash, "message", None) or verdict.reason)
+    name = type(error).__name__
+    places = verdict.places or ([verdict.crash] if verdict.crash else [])
+    return FailureFacts(kind_of_raised(name, verdict.reason), name, message, rank, os.uname().nodename, places)
+
+
+def facts_of_launch(failure: Mapping[str, Any], message: str = "") -> FailureFacts:
+    """Return the facts of a launch. ``failure``: as ``LaunchError.as_dict`` has it."""
+    kind, exception = failure["kind"], failure["exception"]
+    what = exception["type"] if exception else kind.replace("_", " ")
+    text = message or failure["text"].partition("\n\n")[0]
+    places = [(frame["file"], frame["line"]) for frame in failure["frames"] or () if not frame["library"]]
+    return FailureFacts(kind, what, text, failure["rank"], failure["host"], places)
+
+
+def note_facts(item: pytest.Item, report: pytest.TestReport, facts: FailureFacts | None) -> None:
+    """Add the facts of a failure to a report, and to later reports of the test."""
+    if not report.failed or facts is None:
+        return
+    place = facts.places[0] if facts.places else None
+    shown = None if place is None else f"{_from(item.config.rootpath, place[0])}:{place[1]}"
+    known = {"kind": facts.kind, "rank": facts.rank, "host": facts.host, "place": shown}
+    _record(item, report, {name: value for name, value in known.items() if value is not None})
+    service = load.at_hand("ci", "caller")
+    if service is not None and service.is_asked() and not item.config.pluginmanager.has_plugin(_LIKE_OURS):
+        file, line, _ = report.location
+        rank = "" if facts.rank is None else f", rank {facts.rank}"
+        places = [*facts.places, (str(item.config.rootpath / file), (line or 0) + 1)]
+        command = service.error_command(f"{report.nodeid}{rank}: {facts.what}", facts.message, places)
+        setattr(report, CI_COMMAND, command)
+
+
+def note_size(item: pytest.Item, report: pytest.TestReport, size: int) -> None:
+    """Add to a report on how many ranks the test runs."""
+    _record(item, report, {"ranks": size})
+
+
+def _record(item: pytest.Item, report: pytest.TestReport, known: Mapping[str, object]) -> None:
+    found = [(f"{PROPERTIES}{name}", value) for name, value in known.items()]
+    item.user_properties.extend(found)
+    report.user_properties.extend(found)  # which has a copy of those before
+
+
+def _from(root: Path, file: str) -> str:
+    path = os.path.relpath(file, root)
+    return file if path.startswith(os.pardir) else path

@@ -20,12 +20,14 @@ import pytest
 from mlaunch.base.exceptions import RanksLost, report_of
 from mlaunch.caller.launcher import launcher
 from mlaunch.pytest import wire
-from mlaunch.pytest.caller import failure_facts, new_ranks, sent_tests, xdist_workers
+from mlaunch.pytest.caller import new_ranks, sent_tests
 from mlaunch.pytest.caller.judgement import (
     findings_of,
     is_out_of_step,
     judge,
     judgement_of,
+    note_facts,
+    note_size,
     pass_on,
     raise_of,
     report_parts,
@@ -99,11 +101,11 @@ class Runner:
         report = yield
         wanted = item.stash.get(WANTED, None)
         if wanted is not None and call.when == "setup":
-            failure_facts.note_size(item, report, wanted.shape.size)
+            note_size(item, report, wanted.shape.size)
         judgement = judgement_of(None if call.excinfo is None else call.excinfo.value)
         if judgement is not None:
             show(report, judgement)
-            failure_facts.note(item, report, judgement.facts)
+            note_facts(item, report, judgement.facts)
         return report
 
     @pytest.hookimpl(wrapper=True)
@@ -339,7 +341,7 @@ class Debugging:
     def run(self, item: pytest.Item, shape: Shape, test: RankTest, deadline: float) -> Findings:
         """Run a test; return what its ranks have found. ValueError: this machine does not have its devices."""
         item.stash[DEBUGGED] = True
-        place = xdist_workers.WorkerDevices(shape, deadline)
+        place = new_ranks.WorkerDevices(shape, deadline)
         board, log = wire.new_barrier_files(shape.size)
         beginning = new_ranks.beginning_of(self._config, shape.size, board, log)
         new_ranks.preload()
@@ -356,7 +358,7 @@ class Debugging:
                     deadline=deadline,
                     progress=False,
                     debug=True,
-                    env={**xdist_workers.share_of_cores(shape.size), **place.environ},
+                    env={**new_ranks.share_of_cores(shape.size), **place.environ},
                 )
                 return Findings(shape.size, dict(enumerate(run())))
         except Exception as error:

@@ -19,7 +19,7 @@ from mlaunch.caller.options.launch_options import Options
 from mlaunch.protocol import pickling
 from mlaunch.protocol.calls import Call
 from mlaunch.pytest import wire
-from mlaunch.pytest.caller import new_ranks, xdist_workers
+from mlaunch.pytest.caller import new_ranks
 from mlaunch.pytest.caller.judgement import findings_of, is_out_of_step, judge, raise_of, warn_of
 from mlaunch.pytest.caller.mark import ON_RANKS, Shape
 from mlaunch.pytest.caller.sent_tests import GivenAttributes
@@ -81,7 +81,7 @@ class SharedRanks:
         self._options: dict[float | None, Options] = {}
         self._resident: int | None = None
         self.deadline = float(config.getoption("ranks_deadline") or config.getini("ranks_deadline"))
-        self._place = xdist_workers.WorkerDevices(shape, self.deadline * xdist_workers.count())
+        self._place = new_ranks.WorkerDevices(shape, self.deadline * new_ranks.count_workers())
         try:
             self.ranks = self._started()
         except BaseException:
@@ -112,7 +112,7 @@ class SharedRanks:
             numa_memory=self.shape.numa_memory,
             grace_period=_GRACE,
             progress=False,
-            env={**xdist_workers.share_of_cores(self.shape.size), **self._place.environ},
+            env={**new_ranks.share_of_cores(self.shape.size), **self._place.environ},
         )
 
     def _load_latest(self, like: SharedRanks) -> None:
@@ -305,7 +305,7 @@ class RankPool:
             return found
         self.drop(shape)
         self._make_room(shape)
-        xdist_workers.warn_of_cores(shape)
+        new_ranks.warn_of_cores(shape)
         self.sets[shape] = made = self._started_ahead(shape) or SharedRanks(shape, self._config, self.wide)
         return made
 
@@ -327,7 +327,7 @@ class RankPool:
         if not (self._config.getini("ranks_reserve") and self.sets):
             return
         # Several workers have no cores to spare; and coverage would record the ranks in reserve, too.
-        if xdist_workers.count() > 1 or new_ranks.coverage_plan(self._config) is not None:
+        if new_ranks.count_workers() > 1 or new_ranks.coverage_plan(self._config) is not None:
             return
         like = list(self.sets.values())[-1]
         if self._next is not None and self._next.shape != like.shape:

@@ -20,7 +20,7 @@ import pytest
 from _pytest._io.saferepr import saferepr
 
 from mlaunch.protocol import this_rank
-from mlaunch.pytest.rank import group_names
+from mlaunch.pytest.rank import isolation
 from mlaunch.pytest.rank.explanation import Place
 from mlaunch.pytest.wire import FixtureStep, Part, RankTest, RequestFacts
 
@@ -362,7 +362,7 @@ def run_step(test: RankTest, step: FixtureStep, place: Place, config: pytest.Con
         _values.pop(step.number, None)
         with _finalizers.pop(step.number, contextlib.nullcontext()):
             return
-    with group_names.for_fixture(step.number), contextlib.ExitStack() as ends:
+    with isolation.names_for_fixture(step.number), contextlib.ExitStack() as ends:
         _values[step.number] = _made(test, step, place, config, ends)
         _finalizers[step.number] = ends.pop_all()
 

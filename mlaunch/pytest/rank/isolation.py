@@ -1,4 +1,4 @@
-"""Isolation of tests on ranks: what a test has changed is restored, or reported."""
+"""Isolation of tests on ranks: what a test has changed is restored, or reported; its groups have names of their own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,11 @@ from typing import Any
 import pytest
 
 from mlaunch.base import seeding
-from mlaunch.protocol import explain
+from mlaunch.protocol import explain, this_rank
 from mlaunch.pytest.wire import Surroundings
-from mlaunch.rank import for_users
+from mlaunch.rank import for_users, in_step
+from mlaunch.rank.setup import device, group
+from mlaunch.torch_parts import process_groups
 
 _SEED = 0
 _PAGES = os.sysconf("SC_PAGE_SIZE")
@@ -296,7 +298,7 @@ def _put_streams(found: tuple[Any, ...]) -> None:
 def _of_torch() -> Sequence[tuple[Callable[[], Any], Callable[[Any], object]]]:
     import torch
 
-    from mlaunch.comm.rank import exchange, local_group
+    from mlaunch.comm.rank import exchange, world
     from mlaunch.torch_parts import default_device
 
     cudnn = torch.backends.cudnn
@@ -310,7 +312,7 @@ def _of_torch() -> Sequence[tuple[Callable[[], Any], Callable[[Any], object]]]:
         (torch.get_num_threads, torch.set_num_threads),
         (lambda: cudnn.deterministic, lambda on: setattr(cudnn, "deterministic", on)),
         (lambda: cudnn.benchmark, lambda on: setattr(cudnn, "benchmark", on)),
-        (lambda: list(local_group._made), lambda made: local_group._made.__setitem__(slice(None), made)),
+        (lambda: list(world._made), lambda made: world._made.__setitem__(slice(None), made)),
         (lambda: dict(exchange._gloo_twins), _put_twins),  # of the default group, for objects
     )
 
@@ -326,3 +328,108 @@ def _deterministic() -> tuple[bool, bool]:
     import torch
 
     return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+# Names of process groups, and of keys in the store, that are a test's own. torch names a group by a count, or by its
+# ranks if only they make it, and keeps the addresses of its members under that name. A test that made a group on some
+# ranks, or failed before all had made it, would leave counts that differ and addresses of nobody.
+
+_SPACE = 1000  # groups that one test may make
+_FIXTURES = 10**9  # the first number of their groups
+_CLASSES = 2 * 10**9
+_left_groups: set[Any] = set()  # groups that the last test has made
+_kept_groups: set[Any] = set()  # groups that the tests' class has made
+# Destroyed ones. Other ranks may still be in them, so their connections close with the next test.
+_over_groups: list[Any] = []
+
+
+@contextlib.contextmanager
+def names_for_test(number: int) -> Iterator[None]:
+    """Give a test its own names. Destroy the groups of the last test first; count from zero."""
+    import torch.distributed as dist
+
+    # Only now: at the test's end another rank may still be in one of its collectives, and would fail with "Connection
+    # closed by peer" in place of what it has found.
+    if _left_groups:
+        _destroy(_left_groups)
+        _left_groups.clear()
+    if _over_groups and device.version() >= group.DESTRUCTIBLE:
+        _over_groups.clear()
+    ours, known = dist.group.WORLD, set(_groups())
+    _kept_groups.intersection_update(known)
+    with _own_names(f"test {number}", number * _SPACE):
+        in_step.begin_call(this_rank.call)
+        try:
+            yield
+        finally:  # not to be destroyed yet, since other ranks may still be making them
+            _left_groups.update(set(_groups()) - known - _kept_groups)
+            if dist.group.WORLD is not ours:
+                leave_world()
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[None]:
+    """Count this rank's operations from zero."""
+    in_step.begin_call(this_rank.call)
+    yield
+
+
+@contextlib.contextmanager
+def names_for_fixture(number: int) -> Iterator[None]:
+    """Give the setup of a fixture its names; the groups stay until the fixture destroys them."""
+    with _own_names(f"fixture {number}", _FIXTURES + number * _SPACE):
+        yield
+
+
+@contextlib.contextmanager
+def names_for_class(number: int) -> Iterator[None]:
+    """Give the setup of a test's class its names, within the first test; the groups stay as those of fixtures do."""
+    known, count = set(_groups()), process_groups.made()
+    with _own_names(f"class {number}", _CLASSES + number * _SPACE):
+        yield
+    _kept_groups.update(set(_groups()) - known)
+    process_groups.count_on_from(count)
+
+
+@contextlib.contextmanager
+def _own_names(prefix: str, first: int) -> Iterator[None]:
+    import torch.distributed as dist
+
+    default = dist.group.WORLD
+    store = None if default is None else process_groups.store_of(default)
+    if default is None or store is None:
+        yield
+        return
+    process_groups.put_store(default, dist.PrefixStore(prefix, store))
+    process_groups.count_on_from(first)
+    try:
+        yield
+    finally:
+        if dist.group.WORLD is default:
+            process_groups.put_store(default, store)
+
+
+def leave_world() -> None:
+    """Destroy all groups of this rank. The next call makes the default group again, on all ranks."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        _over_groups.extend(_groups())
+        with contextlib.suppress(Exception):  # a rank of it may be gone
+            dist.destroy_process_group()
+
+
+def _groups() -> list[Any]:
+    import torch.distributed as dist
+
+    return process_groups.everyone() if dist.is_initialized() else []
+
+
+def _destroy(those: Collection[Any]) -> None:
+    """Destroy groups in the order in which all ranks have made them."""
+    import torch.distributed as dist
+
+    for made in _groups():
+        if made in those and made is not dist.group.WORLD:
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group(made)

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from mlaunch.pytest.rank import fixtures_of_rank, group_names, hypothesis_draws, isolation, unittest_cases
+from mlaunch.pytest.rank import fixtures_of_rank, hypothesis_draws, isolation, unittest_cases
 from mlaunch.pytest.rank.explanation import Explanation, Place, kind_of
 from mlaunch.pytest.wire import Beginning, ClassChanges, CoveragePlan, Part, RankBarrier, RankTest, Verdict
 from mlaunch.rank import in_step
@@ -56,7 +56,7 @@ def end_class() -> None:
 
 def regroup() -> None:
     """Leave the process groups; the next call makes a new one. Call it on all ranks."""
-    group_names.leave_world()
+    isolation.leave_world()
 
 
 def run_test(sent: RankTest | bytes) -> Verdict:
@@ -76,9 +76,9 @@ def _verdict(test: RankTest, barrier: RankBarrier, explanation: Explanation, bas
     place = Place(test.number, barrier, explanation)
     made = fixtures_of_rank.PerRankFixtures(test, explanation.config, place)
     if test.step is None:
-        surrounded, groups = isolation.surrounded(baseline, test.surroundings), group_names.for_test(test.number)
+        surrounded, groups = isolation.surrounded(baseline, test.surroundings), isolation.names_for_test(test.number)
     else:  # what a fixture changes stays until its end
-        surrounded, groups = isolation.kept(baseline, test.surroundings), group_names.counted()
+        surrounded, groups = isolation.kept(baseline, test.surroundings), isolation.counted()
     with surrounded, watch, groups, made:
         try:
             explanation.rewrite(test.rewritten)

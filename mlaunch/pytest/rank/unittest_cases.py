@@ -26,7 +26,7 @@ import pytest
 from _pytest._io.saferepr import saferepr
 from _pytest.unittest import TestCaseFunction
 
-from mlaunch.pytest.rank import group_names
+from mlaunch.pytest.rank import isolation
 from mlaunch.pytest.rank.explanation import Place
 from mlaunch.pytest.wire import Part
 
@@ -91,7 +91,7 @@ def begin_class(owner: object, number: int) -> None:
     if not (isinstance(owner, type) and issubclass(owner, unittest.TestCase)) or owner in _begun:
         return
     end_class()
-    with group_names.for_class(number):
+    with isolation.names_for_class(number):
         on_ranks(owner).setUpClass()
     _begun.append(owner)
 
@@ -198,13 +198,13 @@ def _alone(case: Any, function: Callable[[], object]) -> Any:
         # The file is this rank's own: the shared one could be removed while others use it.
         before = (case.rank, case.file_name)
         rank, file = dist.get_rank(), getattr(case, FILE)
-        group_names.leave_world()
+        isolation.leave_world()
         try:
             with _skips():
                 _as_process(case, rank, file, function)
         finally:
             case.rank, case.file_name = before
-            group_names.leave_world()
+            isolation.leave_world()
 
     return types.MethodType(run, case)
 
