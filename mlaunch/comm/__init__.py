@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from mlaunch.comm.rank import exchange, local_group, reduction, world
+from mlaunch.comm.rank import exchange, reduction, world
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -40,7 +40,7 @@ def get_local_rank() -> int:
     Raises:
         RuntimeError: The launcher did not say (no ``LOCAL_RANK``), and ``create_local_process_group`` was not called.
     """
-    return local_group.local_rank() if world.is_grouped() else 0
+    return world.local_rank() if world.is_grouped() else 0
 
 
 def get_local_size() -> int:
@@ -49,7 +49,7 @@ def get_local_size() -> int:
     Raises:
         RuntimeError: As ``get_local_rank``.
     """
-    return local_group.local().size if world.is_grouped() else 1
+    return world.local().size if world.is_grouped() else 1
 
 
 def is_main_process() -> bool:
@@ -69,8 +69,17 @@ def create_local_process_group(num_workers_per_machine: int | None = None) -> No
     Raises:
         ValueError: The world size is not a multiple of ``num_workers_per_machine``. On every rank.
     """
-    if world.is_grouped():
-        local_group.make(num_workers_per_machine)
+    if not world.is_grouped() or world.made_group() is not None:
+        return
+    what = "create_local_process_group()"
+    if num_workers_per_machine is None:
+        names = exchange.gather_everywhere(world.name_of_machine(), None, what)
+        machines = [[rank for rank, name in enumerate(names) if name == here] for here in dict.fromkeys(names)]
+    else:
+        machines = world.equal_machines(num_workers_per_machine)
+    made = world.form(next(ranks for ranks in machines if get_rank() in ranks))
+    # gloo lets a rank go while others still greet it; one that ended then would break their group.
+    exchange.gather_everywhere(None, made, what)
 
 
 def get_local_process_group() -> dist.ProcessGroup:
@@ -79,7 +88,7 @@ def get_local_process_group() -> dist.ProcessGroup:
     Raises:
         RuntimeError: It was not made (``create_local_process_group``), and the ranks are not all on one machine.
     """
-    return local_group.group()
+    return world.local_group()
 
 
 def synchronize(timeout: float | None = None) -> None:
@@ -201,7 +210,7 @@ def once_per_machine() -> Iterator[bool]:
     Raises:
         RuntimeError: The block failed on the machine's first rank; or as ``get_local_process_group``.
     """
-    with _first_in(local_group.group() if world.is_grouped() else _NOBODY, "once_per_machine()") as first:
+    with _first_in(world.local_group() if world.is_grouped() else _NOBODY, "once_per_machine()") as first:
         yield first
 
 

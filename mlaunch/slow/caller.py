@@ -13,16 +13,11 @@ SECONDS = 30.0  # for which ranks must be slow before the user sees it
 EVERY = 2.0  # seconds between two comparisons
 
 
-class SlowPart(CallerPart):
-    """The terms by which the agents of each attempt compare ranks."""
-
-    def __init__(self, share: float) -> None:
-        self.section = SlowTerms(share, SECONDS, EVERY)
-
-
-def part(options: Any, _spell: Spell) -> SlowPart:
-    """Make the caller's part."""
-    return SlowPart(parse_share(options.slow))
+def part(options: Any, _spell: Spell) -> CallerPart:
+    """Make the caller's part: the terms by which the agents of each attempt compare ranks."""
+    made = CallerPart()
+    made.section = SlowTerms(parse_share(options.slow), SECONDS, EVERY)
+    return made
 
 
 def noted(news: object, name: str) -> Note:

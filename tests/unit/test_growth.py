@@ -33,7 +33,7 @@ from mlaunch.protocol.messages import EndCall
 from mlaunch.rendezvous.address import LOOPBACK, listen
 from mlaunch.rendezvous.store_keys import StoreKeys
 from mlaunch.rendezvous.store_server import _MAGIC, Asked, StoreConnection
-from mlaunch.sweeps.caller.report_log import ReportLog
+from mlaunch.sweeps.caller.run_future import ReportLog
 from tests.processes import said_in_fork
 from tests.soak import Samples
 

@@ -25,7 +25,7 @@ MODULES = sorted(
     for path in (ROOT / "mlaunch").rglob("*.py")
 )
 NEEDS_TORCH = {"mlaunch.comm", "mlaunch.compat.rank.megengine"} | {
-    f"mlaunch.comm.rank{name}" for name in ("", ".exchange", ".local_group", ".reduction", ".world")
+    f"mlaunch.comm.rank{name}" for name in ("", ".exchange", ".reduction", ".world")
 }
 NEEDS_TORCH |= {"mlaunch.rendezvous.store_client"}
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from mlaunch.sweeps.caller.launch_loop import loop
 from mlaunch.sweeps.caller.run_future import Run, RunStatus
 
 
 def test_a_run_whose_turn_has_come_is_starting() -> None:
-    status = RunStatus(loop)
+    status = RunStatus()
     run = Run("train()", {}, status)
     assert run.state == "waiting"
     status.starting = True

@@ -16,8 +16,7 @@ from mlaunch.caller.launch import handle
 from mlaunch.caller.launch.handle import Watchers
 from mlaunch.core.records import Noticed
 from mlaunch.insight.agent import activity, children_of, file_of
-from mlaunch.insight.caller import stall_signs
-from mlaunch.insight.caller.stall_watch import StallWatch
+from mlaunch.insight.caller import StallWatch, stall_signs
 from mlaunch.insight.wire import PULSE, WHY, StallTerms
 from mlaunch.protocol.messages import Question
 from tests.processes import wait_until

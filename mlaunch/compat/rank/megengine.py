@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from mlaunch.comm.rank import local_group, world
+from mlaunch.comm.rank import world
 from mlaunch.compat.wire import Signer, known_secret, secret_variable
 from mlaunch.protocol import this_rank
 from mlaunch.rendezvous.store_client import Barrier, NotAllCameError, Turn, wait_for
@@ -244,7 +244,7 @@ class Group:
     @property
     def is_single_machine(self) -> bool:
         """True if all members are on this machine. RuntimeError if that is not known (see ``get_local_rank``)."""
-        return not is_distributed() or local_group.together(self.ranks)
+        return not is_distributed() or world.together(self.ranks)
 
     def __repr__(self) -> str:
         # torch's errors about a group show its repr: so people who pass this one read there what to pass.
@@ -274,7 +274,7 @@ def get_local_device_id() -> int:
     """Return the number of this rank's device on its machine, as the rank sees it; on CPUs its local rank."""
     if is_distributed() and _accelerated():
         return torch.accelerator.current_device_index()
-    return local_group.local_rank() if is_distributed() else 0
+    return world.local_rank() if is_distributed() else 0
 
 
 def get_backend() -> str | None:

@@ -101,9 +101,9 @@ def _meet(spec: LaunchSpec, rendezvous: tuple[str, int], member: Membership, nam
     client.arrive(member.rank)  # so that the others can name the ranks that did not come
     try:
         join_world(client.store, member)
-        local_group = load.at_hand("comm", "rank.local_group") if spec.nodes.count > 1 else None
-        if local_group is not None:
-            local_group.form(list(range(spec.rank_start, spec.rank_start + spec.local_world_size)))
+        comm = load.at_hand("comm", "rank.world") if spec.nodes.count > 1 else None
+        if comm is not None:
+            comm.form(list(range(spec.rank_start, spec.rank_start + spec.local_world_size)))
         # gloo returns from here while others still connect; a rank that ended at once would break their groups.
         client.meet("mlaunch/joined", spec.world_size)
         return client

@@ -17,7 +17,6 @@ from mlaunch.caller.report.user_frames import hide_ours
 from mlaunch.features import FEATURES
 from mlaunch.protocol.calls import Call
 from mlaunch.sweeps.caller import trial
-from mlaunch.sweeps.caller.launch_loop import loop
 from mlaunch.sweeps.caller.run_future import Run, RunStatus
 from mlaunch.sweeps.caller.submitted_call import drive, surroundings_of
 from mlaunch.sweeps.caller.sweep import Sweep, SweepPlan
@@ -116,7 +115,7 @@ def _submit(options: Options, call: Call, name: str, keep_report: Callable[[Laun
     arguments.check_values(function, call.args, call.kwargs)
     given = trial.given_in_words(trial.given_names(function, 0, call.args, call.kwargs))
     starts = options.engine is None and not _waits(options)
-    status = RunStatus(loop, dataclasses.replace(surroundings_of(options), given=given), starting=starts)
+    status = RunStatus(dataclasses.replace(surroundings_of(options), given=given), starting=starts)
     run = Run(f"{name}()", trial.named(function, call.args, call.kwargs), status)
     drive(run, status, options, call, keep_report)
     return run

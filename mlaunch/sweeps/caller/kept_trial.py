@@ -7,7 +7,6 @@ thread that drives all launches never blocks.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, cast
 
@@ -19,23 +18,22 @@ from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import Context
 from mlaunch.ranks.caller.keep import on_shared
 from mlaunch.ranks.caller.kept_call import KeptCall, RanksFuture
-from mlaunch.sweeps.caller.report_log import ReportLog
-from mlaunch.sweeps.caller.run_future import found_as
+from mlaunch.sweeps.caller.launch_loop import loop
+from mlaunch.sweeps.caller.run_future import ReportLog, found_as
 
 if TYPE_CHECKING:
     from mlaunch.ranks.caller.ranks_launch import RanksLaunch
 
 
 class KeptTrial(RanksFuture):
-    """The future of the call. ``notify`` is called when it has begun or is over."""
+    """The future of the call. It wakes the loop when it has begun or is over."""
 
-    def __init__(self, options: Options, call: Call, surroundings: Context | None, notify: Callable[[], None]) -> None:
+    def __init__(self, options: Options, call: Call, surroundings: Context | None) -> None:
         super().__init__()
         self._call: KeptCall | None = None
         self._asked_to_end = self._asked_to_stop = self._has_begun = False
         self._before: tuple[Board | None, list[int]] = None, []  # how much the ranks had reported before
-        self._notify = notify
-        self.add_done_callback(lambda _: notify())
+        self.add_done_callback(lambda _: loop.notify())
         threading.Thread(target=self._begin, args=(options, call, surroundings), daemon=True).start()
 
     def queue(self, call: KeptCall) -> None:
@@ -45,7 +43,7 @@ class KeptTrial(RanksFuture):
     def _begin(self, options: Options, call: Call, surroundings: Context | None) -> None:
         try:
             on_shared(options, lambda ranks: ranks.begin(options, call, self), surroundings)
-            self._notify()
+            loop.notify()
         except BaseException as error:
             self.set_exception(error)
 

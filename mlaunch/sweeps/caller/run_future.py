@@ -1,18 +1,22 @@
-"""The future that ``train.submit(...)`` returns."""
+"""The future that ``train.submit(...)`` returns, with the reports of its ranks and its state."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import sys
 import threading
 import traceback
+from array import array
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mlaunch.base.exceptions import hides_our_frames
+from mlaunch.base.fds import renewed
 from mlaunch.base.log import log
 from mlaunch.caller import interrupts
 from mlaunch.caller.launch.handle import LaunchHandle
@@ -23,9 +27,9 @@ from mlaunch.caller.report.launch_report import LaunchReport
 from mlaunch.caller.report.user_frames import raises_from_caller, without_ours
 from mlaunch.core import load
 from mlaunch.protocol import registry
-from mlaunch.protocol.spec import Context
-from mlaunch.sweeps.caller.launch_loop import LaunchLoop
-from mlaunch.sweeps.caller.report_log import Reported, ReportLog
+from mlaunch.protocol.board import Board
+from mlaunch.protocol.spec import Context, LaunchSpec
+from mlaunch.sweeps.caller.launch_loop import loop
 
 if TYPE_CHECKING:
     from mlaunch.insight.caller import StacksOfRanks
@@ -123,7 +127,7 @@ class Run(Future[list[Any]]):
         if not self.done():
             self._status.check_process()
         self._status.ask_to_cancel()
-        if self._status.in_callback() or (not self.done() and _stops_an_event_loop()):
+        if loop.is_here() or (not self.done() and _stops_an_event_loop()):
             return self.cancelled() or not self.done()
         return self._wait_for_end()
 
@@ -205,7 +209,171 @@ class _Waiters(list[object]):
         super().append(waiter)
 
 
-def _nowhere() -> None: ...
+# The reports of its ranks (``mlaunch.report``)
+
+_PERIOD = 0.1  # seconds between two reads, if there are callbacks
+_KEPT = 10_000  # reports
+
+
+@dataclass(frozen=True)
+class Reported:
+    """A report of one rank: ``reported["loss"]``."""
+
+    rank: int
+    step: int
+    values: Mapping[str, float | int | str | bool | None]
+
+    def __getitem__(self, name: str) -> float | int | str | bool | None:
+        return self.values[name]
+
+
+def report_in_words(reported: Reported | None) -> str:
+    """Return a report in words: "step 3, loss 0.25"; "" for none."""
+    if reported is None:
+        return ""
+    values = [f"{name} {f'{one:.6g}' if isinstance(one, float) else one}" for name, one in reported.values.items()]
+    return ", ".join([f"step {reported.step}", *values])
+
+
+class _Columns:
+    """Reports of a run that is over, in a tenth of the memory: a sweep keeps those of all its runs.
+
+    Reports with the same names are rows of one table; ``kinds`` has each report's table.
+    """
+
+    def __init__(self, reports: Sequence[Reported]) -> None:
+        tables: dict[tuple[str, ...], list[Reported]] = {}
+        for report in reports:
+            tables.setdefault(tuple(report.values), []).append(report)
+        numbers = {names: number for number, names in enumerate(tables)}
+        self._kinds = _column([numbers[tuple(report.values)] for report in reports])
+        self._ranks = _column([report.rank for report in reports])
+        self._steps = _column([report.step for report in reports])
+        self._tables = [
+            (names, [_column([row.values[name] for row in rows]) for name in names]) for names, rows in tables.items()
+        ]
+        self.last = reports[-1] if reports else None  # a sweep's table needs it often
+
+    def read(self) -> list[Reported]:
+        rows = [zip(*columns, strict=True) for _, columns in self._tables]
+        return [
+            Reported(rank, step, dict(zip(self._tables[kind][0], next(rows[kind], ()), strict=True)))
+            for kind, rank, step in zip(self._kinds, self._ranks, self._steps, strict=True)
+        ]
+
+
+def _column(values: Sequence[Any]) -> Sequence[Any]:
+    """Return the same values; in few bytes if they are all numbers of one kind."""
+    types = {type(value) for value in values}
+    for code in "d" if types <= {float} else "BHq" if types <= {int} else "":
+        with contextlib.suppress(OverflowError):
+            return array(code, values)
+    return values
+
+
+class ReportLog:
+    """The reports of one launch, of all its attempts. For any thread."""
+
+    def __init__(self) -> None:
+        self._lock = renewed(threading.RLock())
+        # With the rank, and not parsed: most are never read.
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=_KEPT)
+        self._over: _Columns | None = None  # in place of it, once nothing more comes
+        self._not_passed_on: list[Reported] = []
+        self._callbacks: list[Callable[[Reported], object]] = []
+        self._board: Board | None = None
+        self._first_rank = 0
+        self._seen: list[int] = []  # how many of each rank
+
+    def attach(self, board: Board | None, spec: LaunchSpec, before: Sequence[int] = ()) -> None:
+        """Read from a board from now on. ``before``: how much each rank had reported there before this launch."""
+        with self._lock:
+            if board is not self._board:
+                self._board, self._first_rank = board, spec.rank_start
+                self._seen = [*before] or [0] * spec.local_world_size
+
+    def detach(self) -> None:
+        """Read what is left, and no more: the memory is about to go."""
+        with self._lock:
+            self._read_board()
+            self._board = None
+
+    def finish(self) -> None:
+        """Drop callbacks and pack the reports: nothing more comes."""
+        with self._lock:
+            self._callbacks, self._not_passed_on, self._seen = [], [], []
+            self._over = self._over or _Columns(list(self._parsed()))
+            self._kept.clear()
+
+    def tell(self, callback: Callable[[Reported], object]) -> None:
+        """Call back for each later report."""
+        with self._lock:
+            self._read_board()
+            self._callbacks.append(callback)
+
+    def period(self, timeout: float | None) -> float | None:
+        """Return the seconds until the next read; ``timeout``: until something else is due. None: never."""
+        if not self._callbacks:
+            return timeout
+        return _PERIOD if timeout is None else min(timeout, _PERIOD)
+
+    def pass_on(self) -> None:
+        """Read, and call back. What a callback raises is logged."""
+        with self._lock:
+            self._read_board()
+            found, self._not_passed_on = self._not_passed_on, []
+            callbacks = list(self._callbacks)
+        for callback in callbacks:
+            for report in found:
+                _call(callback, report)
+
+    def read(self) -> list[Reported]:
+        """Return all reports, in the order in which they came."""
+        with self._lock:
+            self._read_board()
+            return self._over.read() if self._over is not None else list(self._parsed())
+
+    def latest(self) -> Reported | None:
+        """Return the latest report."""
+        with self._lock:
+            self._read_board()
+            if self._over is not None:
+                return self._over.last
+            return next((report for rank, data in reversed(self._kept) for report in _parsed(rank, [data])), None)
+
+    def _parsed(self) -> Iterator[Reported]:
+        return (report for rank, data in self._kept for report in _parsed(rank, [data]))
+
+    def _read_board(self) -> None:
+        for local_rank, seen in enumerate(self._seen if self._board is not None else ()):
+            try:
+                found, self._seen[local_rank] = self._board.ring(local_rank).read(seen)  # type: ignore[union-attr]
+            except ValueError:  # ranks that stayed have ended, and their memory is gone
+                return
+            rank = self._first_rank + local_rank
+            self._kept += ((rank, data) for data in found)
+            if self._callbacks:
+                self._not_passed_on += _parsed(rank, found)
+
+
+def _parsed(rank: int, found: Iterable[bytes]) -> Iterator[Reported]:
+    for data in found:
+        with contextlib.suppress(ValueError, TypeError):  # user code can write to the board, too
+            step, values = json.loads(data)
+            yield Reported(rank, step, dict(values))
+
+
+def _call(callback: Callable[[Reported], object], report: Reported) -> None:
+    try:
+        callback(report)
+    except BaseException:  # also sys.exit: the run and its caller continue
+        log.exception("a callback of a report raised")
+
+
+# Its state
+
+
+def _nothing() -> None: ...
 
 
 def found_as(handle: LaunchHandle) -> tuple[str, int]:
@@ -218,21 +386,20 @@ def found_as(handle: LaunchHandle) -> tuple[str, int]:
 class RunStatus:
     """The state of a run while it is driven."""
 
-    loop: LaunchLoop
     surroundings: Context | None = None  # of the call; None: those at its beginning
     cancelling: bool = False  # somebody wants it to end
     cancelled: bool = False  # it ended by that
     stop_reason: str = ""  # why its ranks are to stop; "": nobody has asked
     starting: bool = False  # it has what it waits for: the fork server imports torch, or forks the agent
     runs: bool = False  # on ranks of its own, or that stay
-    seen_as: Callable[[], tuple[str, int] | None] = _nowhere  # its ID and first rank for ``mlaunch ps``
+    seen_as: Callable[[], tuple[str, int] | None] = _nothing  # its ID and first rank for ``mlaunch ps``
     log_dir: str | None = None
     make_report: Callable[[], LaunchReport] | None = None
     reports: ReportLog = field(default_factory=ReportLog)
     over: threading.Event = field(default_factory=threading.Event)
     has_followers: Callable[[], bool] = lambda: False  # True if others will wait for its devices
-    begins: Callable[[], None] = lambda: None  # called when it has what it waits for, before its ranks are started
-    place: Callable[[], LivePlace | None] = lambda: None  # for lines that change; None: it has its own
+    begins: Callable[[], None] = _nothing  # called when it has what it waits for, before its ranks are started
+    place: Callable[[], LivePlace | None] = _nothing  # for lines that change; None: it has its own
     trial: str = ""  # the label of its output among the trials of a sweep; "": it is not in one
     pid: int = field(default_factory=os.getpid)  # of the process that has submitted it
     row: deque[RunStatus] | None = None  # the runs that want the same devices, this one among them
@@ -241,7 +408,7 @@ class RunStatus:
     _telling: int | None = None  # the thread that calls back for its reports
 
     def notify(self) -> None:
-        self.loop.notify()
+        loop.notify()
 
     def check_process(self) -> None:
         """Raise RuntimeError in a fork of the process that has submitted it: it never learns how the run ended."""
@@ -249,10 +416,6 @@ class RunStatus:
             raise RuntimeError(
                 f"this run was submitted by process {self.pid}; this process is a fork of it: call it there"
             )
-
-    def in_callback(self) -> bool:
-        """True in a callback, which the thread that drives runs."""
-        return self.loop.is_here()
 
     def before_wait(self) -> None:
         """Let another thread drive if a callback is about to wait in the thread that drives.
@@ -262,7 +425,7 @@ class RunStatus:
         self.check_process()
         if self._telling == threading.get_ident():
             raise RuntimeError("a callback waits for the run that has called it, which continues only after that")
-        self.loop.hand_over()
+        loop.hand_over()
 
     def pass_reports_on(self) -> None:
         """Call back for what ranks have reported."""
@@ -279,7 +442,7 @@ class RunStatus:
 
     def leaves_ranks(self) -> None:
         """Forget the ranks, which may be another run's next."""
-        self.runs, self.seen_as = False, _nowhere
+        self.runs, self.seen_as = False, _nothing
         self.reports.detach()
 
     def ask_to_cancel(self) -> None:
@@ -293,9 +456,6 @@ class RunStatus:
         self.surroundings = None
         self.reports.finish()
         self.over.set()
-
-
-def _nothing() -> None: ...
 
 
 def _without_locals(error: BaseException) -> BaseException:

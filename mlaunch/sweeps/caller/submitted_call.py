@@ -32,8 +32,7 @@ from mlaunch.core.records import Grant, Need
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import Context, LaunchSpec
 from mlaunch.sweeps.caller.launch_loop import loop
-from mlaunch.sweeps.caller.report_log import in_words
-from mlaunch.sweeps.caller.run_future import Run, RunStatus, found_as
+from mlaunch.sweeps.caller.run_future import Run, RunStatus, found_as, report_in_words
 
 Attempts = Callable[[Options, Call, str, Attempt, RunStatus], Steps]
 
@@ -185,7 +184,7 @@ def follows(status: RunStatus, handle: LaunchHandle) -> Iterator[None]:
     """Connect a run and its ranks while this launch is driven: requests to the ranks, reports from them."""
     status.handle, status.asked = handle, set()
     status.runs, status.seen_as = True, lambda: found_as(handle)
-    handle.said_last = lambda: in_words(status.reports.latest())
+    handle.said_last = lambda: report_in_words(status.reports.latest())
     try:
         yield
         status.pass_reports_on()
@@ -217,7 +216,7 @@ def on_kept(options: Options, call: Call, status: RunStatus) -> Steps:
     """Run a call on ranks that stay."""
     from mlaunch.sweeps.caller.kept_trial import KeptTrial  # late: few calls need it
 
-    trial = KeptTrial(options, dataclasses.replace(call, seed=options.seed), status.surroundings, status.notify)
+    trial = KeptTrial(options, dataclasses.replace(call, seed=options.seed), status.surroundings)
     status.runs, status.seen_as = True, trial.seen_as
     try:
         while not trial.done():

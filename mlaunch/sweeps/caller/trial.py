@@ -169,7 +169,7 @@ class Trial(Run):
     def __init__(self, plan: TrialPlan, sweep: SweepOfTrials) -> None:
         place = functools.partial(sweep.place, plan.number)
         around = dataclasses.replace(plan.surroundings, given=given_in_words(plan.given))
-        status = RunStatus(loop, around, place=place, trial=plan.label)
+        status = RunStatus(around, place=place, trial=plan.label)
         super().__init__(plan.name, arguments_of(plan.call), status)
         status.begins, status.has_followers = self._go_on, sweep.has_waiting
         self.given, self.label, self.key = plan.given, plan.label, plan.key
@@ -210,7 +210,7 @@ class Trial(Run):
     def end(self) -> None:
         """Do what ``cancel`` does, and wait for the end, unless in a callback."""
         self.ask_to_cancel()
-        if not self._status.in_callback():
+        if not loop.is_here():
             self._wait_for_end()
 
     @raises_from_caller

@@ -79,11 +79,10 @@ def part(options: Options, spell: Spell) -> CallEvents:
     wanted = options.events
     if wanted == _OTEL:
         try:
-            from mlaunch.events.caller.spans import EventSpans
+            spans = EventSpans()
         except ModuleNotFoundError as error:
             what = f"{spell('events', wanted)} needs the package opentelemetry-api: pip install 'mlaunch[otel]'"
             raise misuse(ModuleNotFoundError(what, name=error.name)) from None
-        spans = EventSpans()
         return CallEvents(EventSink(spans.take, spans.close))
     if callable(wanted):
         return CallEvents(EventSink(wanted))
@@ -138,3 +137,37 @@ class EventFile:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+class EventSpans:
+    """Events as spans of OpenTelemetry, through its API: they go nowhere unless its SDK is set up.
+
+    There is a span for each attempt, as a child of the caller's current one, with events in it. ModuleNotFoundError
+    without the API.
+    """
+
+    def __init__(self) -> None:
+        import opentelemetry.trace  # an extra
+
+        self._trace = opentelemetry.trace
+        self._span: opentelemetry.trace.Span | None = None
+
+    def close(self) -> None:
+        span, self._span = self._span, None
+        if span is not None:
+            span.end()
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        if self._span is None:
+            self._span = self._trace.get_tracer("mlaunch").start_span(f"mlaunch {event['function']}")
+        if event["event"] == "end":
+            self.close()
+            return
+        facts = {name: value for name, value in event.items() if isinstance(value, bool | int | float | str)}
+        if event["event"] == "failure":
+            failure = event["failure"]
+            facts |= {name: failure[name] for name in ("kind", "rank", "host", "text") if failure[name] is not None}
+            status = self._trace.Status(self._trace.StatusCode.ERROR, failure["text"].partition("\n")[0])
+            self._span.set_status(status)
+        attributes = {f"mlaunch.{name}": value for name, value in facts.items() if name not in {"schema", "at"}}
+        self._span.add_event(event["event"], attributes, timestamp=int(event["at"] * 1e9))
