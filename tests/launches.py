@@ -205,7 +205,7 @@ def title_of(status: dict[str, Any]) -> str:
 
 def signs_of_stalls() -> ModuleType:
     """What judges by two looks whether ranks work."""
-    return import_module("mlaunch.insight.caller.stall_signs")
+    return import_module("mlaunch.insight.caller.answers")
 
 
 def own_statuses() -> list[dict[str, Any]]:

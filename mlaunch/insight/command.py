@@ -53,7 +53,7 @@ def watch(every: float) -> int:
 
 def _why(args: argparse.Namespace) -> int:
     from mlaunch.insight.caller import grouped
-    from mlaunch.insight.caller.why_text import sentence
+    from mlaunch.insight.caller.answers import sentence
 
     launches = whole(asked(WHY, args))
     if args.json:
@@ -97,7 +97,7 @@ def with_stacks(told: Mapping[str, Any], *, all_threads: bool) -> dict[str, Any]
 
 def with_reason(told: Mapping[str, Any]) -> dict[str, Any]:
     """Return a launch with the sentence of ``mlaunch why``, and the ranks that others wait for."""
-    from mlaunch.insight.caller.why_text import blamed, sentence, view_of
+    from mlaunch.insight.caller.answers import blamed, sentence, view_of
 
     ranks = [{**_with_frames(rank), "doing": view_of(rank).doing} for rank in told["ranks"]]
     return {**launch_data(told, ranks), "why": sentence(told["ranks"]), "waited_for": blamed(told["ranks"])}

@@ -16,7 +16,7 @@ from mlaunch.caller.launch import handle
 from mlaunch.caller.launch.handle import Watchers
 from mlaunch.core.records import Noticed
 from mlaunch.insight.agent import activity, children_of, file_of
-from mlaunch.insight.caller import StallWatch, stall_signs
+from mlaunch.insight.caller import StallWatch, answers
 from mlaunch.insight.wire import PULSE, WHY, StallTerms
 from mlaunch.protocol.messages import Question
 from tests.processes import wait_until
@@ -67,17 +67,17 @@ def used(**more: float) -> dict[str, float]:
     ],
 )
 def test_a_rank_that_works_is_known(changes: dict[str, Any], works: bool) -> None:
-    assert stall_signs.work([WAITS, LATE], [WAITS, {**LATE, **changes}]) is works
+    assert answers.work([WAITS, LATE], [WAITS, {**LATE, **changes}]) is works
 
 
 def test_a_rank_that_spins_does_not_work() -> None:
     spun = {"activity": used(main=1.0, threads=1.0)}
-    assert not stall_signs.work([WAITS, LATE], [{**WAITS, **spun}, LATE])
+    assert not answers.work([WAITS, LATE], [{**WAITS, **spun}, LATE])
     there = {"entered": operations(5, "0 cuda"), "frames": [["/home/me/train.py", "22", "train"]]}
     ahead, behind = {**WAITS, **there}, {**LATE, "entered": operations(4, "0 cuda")}
-    assert not stall_signs.work([ahead, behind], [{**ahead, **spun}, behind])  # it waits for what the device does
-    assert stall_signs.work([ahead, behind], [ahead, {**behind, **spun}])
-    assert stall_signs.work([ahead, ahead], [{**ahead, **spun}, ahead])
+    assert not answers.work([ahead, behind], [{**ahead, **spun}, behind])  # it waits for what the device does
+    assert answers.work([ahead, behind], [ahead, {**behind, **spun}])
+    assert answers.work([ahead, ahead], [{**ahead, **spun}, ahead])
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_rank_that_spins_does_not_work() -> None:
     ],
 )
 def test_a_function_that_shows_no_progress_at_all_is_not_judged(ranks: list[dict[str, Any]], begun: bool) -> None:
-    assert stall_signs.has_begun(ranks) is begun
+    assert answers.has_begun(ranks) is begun
 
 
 class World:
@@ -185,10 +185,10 @@ def test_who_waits_for_something_outside_is_looked_at_for_longer() -> None:
 def test_a_rank_that_waits_for_others_stirs_in_vain() -> None:
     """As NCCL does that looks every millisecond, and one that a signal has woken as it did not answer."""
     known, stirs = rank(0, 5, 21), {"activity": used(switches=3)}
-    assert not stall_signs.stirred([known], [{**known, **stirs}])
+    assert not answers.stirred([known], [{**known, **stirs}])
     late = rank(1, 4, 18, within=False)
-    assert stall_signs.stirred([late], [{**late, **stirs}])
-    assert not stall_signs.stirred([late], [{**late, **stirs, "entered": None}])
+    assert answers.stirred([late], [{**late, **stirs}])
+    assert not answers.stirred([late], [{**late, **stirs, "entered": None}])
 
 
 def test_ranks_without_a_call() -> None:
@@ -304,8 +304,8 @@ def test_ranks_that_have_all_returned_have_not_stalled(last: dict[str, Any]) -> 
 
 def test_places_of_several() -> None:
     other = rank(2, 4, 9, within=False)
-    assert stall_signs.places([WAITS, LATE]) == []
-    assert stall_signs.places([WAITS, LATE, other]) == [
+    assert answers.places([WAITS, LATE]) == []
+    assert answers.places([WAITS, LATE, other]) == [
         "rank 0 is in all_reduce at train.py:21",
         "rank 1 is in train at train.py:18",
         "rank 2 is in train at train.py:9",

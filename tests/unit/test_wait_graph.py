@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from mlaunch.caller.running_launches import whole
+from mlaunch.insight.caller.answers import of_stacks, sentence, view_of
 from mlaunch.insight.caller.wait_graph import RankView, WaitView, why
-from mlaunch.insight.caller.why_text import of_stacks, sentence, view_of
 from mlaunch.protocol.messages import ANY, GroupNumbers, Operations, Phase, RankStacks
 from mlaunch.rank import function
 

@@ -24,7 +24,7 @@ from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.report.failure_text import hints_of, in_order, in_words, operation_of, summarise
 from mlaunch.insight.caller import grouped
-from mlaunch.insight.caller.why_text import view_of
+from mlaunch.insight.caller.answers import view_of
 from mlaunch.protocol import channel, payload
 from mlaunch.protocol.messages import AnswerKind, Phase, RankAnswered, RankGone, RankStacks, RemoteError
 from mlaunch.protocol.server_messages import Ready

@@ -239,7 +239,7 @@ def question() -> bytes:
 def view_of(rank: Mapping[str, Any]) -> Any:
     """Return a view of what a rank does, as ``mlaunch why`` shows it; of its state if that feature is missing."""
     try:
-        from mlaunch.insight.caller import why_text
+        from mlaunch.insight.caller import answers
     except ModuleNotFoundError:
         return SimpleNamespace(rank=rank["rank"], doing=f"is {rank['state']}", operation="")
-    return why_text.view_of(rank)
+    return answers.view_of(rank)

@@ -49,15 +49,15 @@ def watch(call: WatchedCall) -> StallWatch | None:
 
 def of_deadline(stacks: Sequence[RankStacks], returned: Iterable[int]) -> tuple[list[str], list[int]]:
     """Return who waits for whom among ranks that a deadline has ended, and the ranks that hold up the others."""
-    from mlaunch.insight.caller import why_text
+    from mlaunch.insight.caller import answers
 
-    return why_text.of_stacks(stacks, returned)
+    return answers.of_stacks(stacks, returned)
 
 
 def why_launch(launch_id: str) -> str:
     """Return which rank of a launch the others wait for; "" if it does not run."""
     from mlaunch.caller.running_launches import ask, facts_of, whole
-    from mlaunch.insight.caller.why_text import sentence
+    from mlaunch.insight.caller.answers import sentence
 
     launches = whole(ask(WHY, launch_id))
     return "\n".join(line for launch in launches for line in (sentence(launch["ranks"]), *facts_of(launch)))
@@ -178,12 +178,12 @@ class StallWatch(Watcher):
         self.call.ask(WHY if self._asks_twice else PULSE, self._take)
 
     def _take(self, ranks: Ranks) -> None:
-        from mlaunch.insight.caller import stall_signs  # after a quarter of the time: few calls take so long
+        from mlaunch.insight.caller import answers  # after a quarter of the time: few calls take so long
 
         now = self.call.clock()
-        if not stall_signs.run(ranks) or stall_signs.moved(self._known, ranks):
+        if not answers.run(ranks) or answers.moved(self._known, ranks):
             self._note_progress(now)
-        self._moves = self._moves or stall_signs.counted(self._known, ranks)
+        self._moves = self._moves or answers.counted(self._known, ranks)
         self._known = ranks
         if self._asks_twice:
             self._compare(ranks, now)
@@ -204,24 +204,24 @@ class StallWatch(Watcher):
 
     def _compare(self, ranks: Ranks, now: float) -> None:
         """Keep the first answer, or compare it with later ones."""
-        from mlaunch.insight.caller import stall_signs
+        from mlaunch.insight.caller import answers
 
         if self._first is None:
-            self._first, self._last, self._first_at, self.due = ranks, ranks, now, now + stall_signs.APART
+            self._first, self._last, self._first_at, self.due = ranks, ranks, now, now + answers.APART
             return
         # One answer says where a rank is, and not whether it moves.
-        works = stall_signs.work(self._last, ranks) or stall_signs.stirred(self._first, ranks)
-        works = works or not (self._moves or stall_signs.has_begun(ranks))
-        patience = stall_signs.patience(ranks, self.limit)
+        works = answers.work(self._last, ranks) or answers.stirred(self._first, ranks)
+        works = works or not (self._moves or answers.has_begun(ranks))
+        patience = answers.patience(ranks, self.limit)
         if not works and now < self._first_at + patience:
-            self._last, self.due = ranks, now + max(stall_signs.APART, patience / 5)
+            self._last, self.due = ranks, now + max(answers.APART, patience / 5)
             return
         self._asks_twice, self._first = False, None
         if works:
             self._moved_at = now
         else:
             self._stalled = True
-            self._accuse(stall_signs.stalled(now - self._moved_at, ranks), stall_signs.places(ranks))
+            self._accuse(answers.stalled(now - self._moved_at, ranks), answers.places(ranks))
 
     def _accuse(self, what: str, places: Sequence[str]) -> None:
         if self.ends:
