@@ -7,6 +7,7 @@ import ctypes
 import fcntl
 import gc
 import json
+import mmap
 import os
 import resource
 import runpy
@@ -17,8 +18,9 @@ import weakref
 from pathlib import Path
 from types import ModuleType
 
+from mlaunch.protocol import late_imports
 from tests import ending
-from tests.imported import NAMESPACES, Request, Reserve, lent, libc
+from tests.imported import NAMESPACES, Request, Reserve, is_server_of_mlaunch, lent, libc
 
 _MODULES = (
     "torch", "torch.distributed.run", "pytest", "multiprocessing.synchronize", "mlaunch.caller.launcher",
@@ -115,6 +117,15 @@ def _keep_one(environ: dict[str, str], not_its: list[int]) -> Reserve | tuple[Re
     return request, fds
 
 
+def _forget_imports() -> None:
+    """Have notes of what ranks import of one's own, as interpreters have: all forks would share those of this one.
+
+    Else each fork server of later scripts would import what ranks of any earlier test had to.
+    """
+    late_imports._noted = mmap.mmap(-1, len(late_imports._noted))
+    late_imports._standard = mmap.mmap(-1, len(late_imports._standard))
+
+
 def _surround(request: Request, fds: list[int]) -> None:
     """Gives this process what the one that asked for it gives its children."""
     os.closerange(3, _HIGH)
@@ -175,9 +186,10 @@ def _main() -> None:
     paths = _import()
     request, fds = _serve(connection)
     _enter_namespaces(request)
-    kept = _keep_one(request["environ"], fds) if "mlaunch-fork-server" not in request["argv"] else None
+    kept = None if is_server_of_mlaunch(request["argv"]) else _keep_one(request["environ"], fds)
     if isinstance(kept, tuple):
         (request, fds), kept = kept, None
+    _forget_imports()
     _surround(request, fds)
     _open_streams()
     with ending.noted(), contextlib.nullcontext() if kept is None else lent(kept):
