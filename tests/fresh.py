@@ -1,9 +1,8 @@
 """Which tests start a fresh interpreter, as their code shows it: so nobody marks them by hand.
 
-A test does if its own code, or what it uses of the suite (fixtures, helpers, classes), names ``sys.executable``,
-mlaunch's public ``Server`` or ``start_method="spawn"``, or if one of its parameters does. So does one that ends the
-warm fork server, or changes what it was imported under: mlaunch starts another. ``Watch`` holds tests to it while they
-run.
+A test does if its own code, or what it uses of the suite (fixtures, helpers, classes), names ``sys.executable`` or
+``start_method="spawn"``, or if one of its parameters does. So does one that ends the warm fork server, or changes what
+it was imported under: mlaunch starts another. ``Watch`` holds tests to it while they run.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import pytest
 
 _NAMES = {
     "executable",
-    "Server",
     "in_a_process",
     "fork_server_of_a_rank",
     "stopping_the_next_interpreter",

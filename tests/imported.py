@@ -2,9 +2,10 @@
 
 The second or two that an import takes is spent once, and not by each of hundreds of scripts and fork servers.
 ``IMPORTED`` stands in for ``sys.executable`` in the command of a test's script: arguments, environment, directory,
-streams, limits, exit status and parent are as before. The fork servers that mlaunch starts are such forks too, in this
-process and in those scripts (each has one in reserve, for its first launch), unless something is asked for that
-counts as torch is imported. All else starts a fresh interpreter: ``sys.executable``, flags, and what those start.
+streams, limits, exit status and parent are as before. The fork servers that mlaunch starts are such forks too, and so
+are the processes of its ``Server``, in this process and in those scripts (each has one in reserve, for its first),
+unless something is asked for that counts as torch is imported. All else starts a fresh interpreter:
+``sys.executable``, flags, and what those start.
 ``tests/forked.py`` is the other side.
 """
 
@@ -21,7 +22,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from tests.processes import descendants
 IMPORTED = f"{sys.executable}-imported"  # no file: only Popen, where forks are lent, knows what it means
 _USUAL = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
 _FORK_SERVER = "mlaunch-fork-server"
+_SERVER = "serve_until_end_of_input"
 _HUGE_HEAP = ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")  # of the fork servers
 _LIMITS = [name for name in dir(resource) if name.startswith("RLIMIT_")]
 _PR_SET_CHILD_SUBREAPER = 36
@@ -146,11 +148,12 @@ def lent(forks: Forks) -> Iterator[None]:
 def _fork_instead(process: subprocess.Popen[bytes], forks: Forks, asked: Asked) -> bool:
     """Returns False if this takes a fresh interpreter."""
     command = asked["args"]
-    is_server = _FORK_SERVER in command
+    is_server = is_server_of_mlaunch(command)
     if command[0] != IMPORTED and not is_server:
         return False
-    if is_server and command[: len(_USUAL)] == _USUAL:
-        asked["args"] = [IMPORTED, *command[len(_USUAL) :]]
+    usual = _USUAL if _FORK_SERVER in command else _USUAL[:1]  # a ``Server`` gets no flags
+    if is_server and command[: len(usual)] == usual:
+        asked["args"] = [IMPORTED, *command[len(usual) :]]
     request = _request(asked)
     if request is None or asked["args"][0] != IMPORTED or not forks.suit(request["environ"]):
         if NAMESPACES in (asked["env"] or ()):
@@ -167,6 +170,11 @@ def _fork_instead(process: subprocess.Popen[bytes], forks: Forks, asked: Asked) 
     pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
     process._close_pipe_fds(*(asked[name] for name in pipes))  # type: ignore[attr-defined]
     return True
+
+
+def is_server_of_mlaunch(command: Sequence[Any]) -> bool:
+    """True if it starts a fork server, or the process of a ``Server``."""
+    return _FORK_SERVER in command or any(_SERVER in str(part) for part in command)
 
 
 def _request(asked: Asked) -> Request | None:
