@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,17 +45,25 @@ FLAGS |= {"numa": "--numa-binding", "profile": "--profile", "slow": "--slow"}
 COMMANDS = {"debug": ("debug",), "insight": ("stacks", "why", "ps --watch"), "run": ("run",), "warm": ("warm",)}
 
 
-@pytest.fixture(scope="module", params=[feature.name for feature in FEATURES])
-def without(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """A feature, and a copy of this project in which its folder cannot be imported."""
-    copy = tmp_path_factory.mktemp("copy")
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of this project, with what conftest.py has compiled, so that no interpreter does it again."""
+    folder = tmp_path_factory.mktemp("copy")
     for name in ("mlaunch", "tests"):
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "setup.cfg", copy)
+        shutil.copytree(ROOT / name, folder / name)
+    shutil.copy(ROOT / "setup.cfg", folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=[feature.name for feature in FEATURES])
+def without(request: pytest.FixtureRequest, copy: Path) -> Iterator[tuple[str, Path]]:
+    """A feature, and the copy, in which its folder cannot be imported."""
+    package = copy / "mlaunch" / request.param / "__init__.py"
+    there = package.rename(package.with_name("there"))
     # In place of its removal: an editable installation would find the folder that it was installed from.
-    absent = "raise ModuleNotFoundError(f'No module named {__name__!r}', name=__name__)"
-    (copy / "mlaunch" / request.param / "__init__.py").write_text(absent)
-    return request.param, copy
+    package.write_text("raise ModuleNotFoundError(f'No module named {__name__!r}', name=__name__)")
+    yield request.param, copy
+    there.replace(package)
 
 
 def python(copy: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -120,7 +129,7 @@ def test_the_command_is_there(without: tuple[str, Path]) -> None:
         )
         assert done.returncode == 1
     if name in COMMANDS:
-        others = [python(copy, "-m", "mlaunch", *words).stdout for words in (["ps"], ["doctor", "--json"], ["--help"])]
+        others = [python(copy, "-m", "mlaunch", word).stdout for word in ("ps", "--help")]
         assert all(others)
         listed = [command for command in COMMANDS[name] if " " not in command]
         assert re.findall(r"^    (\S+) +not installed$", others[-1], re.MULTILINE) == listed
@@ -129,3 +138,10 @@ def test_the_command_is_there(without: tuple[str, Path]) -> None:
     done = python(copy, "-m", "mlaunch", "run", "--help")
     assert done.returncode == 0, done.stderr
     assert FLAGS.get(name, "--cells") not in done.stdout
+
+
+@pytest.mark.nightly("debug", "insight", "warm")  # two interpreters with torch, and a launch
+@pytest.mark.parametrize("without", [*COMMANDS], indirect=True, scope="module")
+def test_the_doctor_is_there(without: tuple[str, Path]) -> None:
+    _, copy = without
+    assert python(copy, "-m", "mlaunch", "doctor", "--json").stdout
