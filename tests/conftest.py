@@ -103,8 +103,7 @@ def dispositions() -> Iterator[None]:
 def warm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The fork server is meant to stay, so it is there before anything is counted."""
     request.getfixturevalue("dispositions")
-    # With what the tests' modules import: each rank whose function is in one would import it anew.
-    launches.prepare_servers(["pytest"], lambda: interpreters.started.append("a warm fork server"))
+    launches.prepare_servers(["tests.preloaded"], lambda: interpreters.started.append("a warm fork server"))
     # On a busy machine any package takes long, and what is told would stand in a test's output.
     launches.be_patient(pytest.MonkeyPatch(), "slow import", 0)
     os.environ.pop("PYTHONUNBUFFERED", None)  # it would hide what buffering does

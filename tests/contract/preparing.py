@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -41,7 +42,7 @@ def prepared() -> dict[str, Any]:
             ready = all(rank["state"] == launches.Phase.IDLE.value for rank in launch["ranks"])
             if launch["function"] == PREPARED and launch["agent"] in agents() and ready:
                 return launch
-        os.sched_yield()
+        signal.sigtimedwait([], 0.01)
     raise TimeoutError(f"nothing was prepared; seen: {seen}")
 
 

@@ -78,8 +78,8 @@ def test_an_agent_that_somebody_ends_or_stops_is_not_missed(number: signal.Signa
     agent = until_kept(agent_of)
     with contextlib.suppress(ProcessLookupError):  # it may have left in the meantime
         os.kill(agent, number)
-        while alive(agent) and status_of(agent)[0] != "T":  # it would be stopped during the next launch
-            os.sched_yield()
+        # It would be stopped during the next launch.
+        wait_until(lambda: not alive(agent) or status_of(agent)[0] == "T")
     assert launcher(total, 2)() == [2, 2]
     wait_gone([agent], LIMIT)
 
@@ -87,8 +87,7 @@ def test_an_agent_that_somebody_ends_or_stops_is_not_missed(number: signal.Signa
 def held_by_agent() -> tuple[int, int]:
     """Waits until the agent can be asked, for which it has opened more than in its first moments."""
     agent = os.getppid()
-    while not any(launch["agent"] == agent for launch in launches.ask("status")):
-        os.sched_yield()
+    wait_until(lambda: any(launch["agent"] == agent for launch in launches.ask("status")))
     return agent, len(os.listdir(f"/proc/{agent}/fd"))
 
 
@@ -114,8 +113,7 @@ def leave_a_daemon(path: str) -> int:
             signal.pause()
         os._exit(0)
     os.waitpid(pid, 0)
-    while not Path(path).exists() or not Path(path).read_text():
-        os.sched_yield()
+    wait_until(lambda: Path(path).exists() and Path(path).read_text() != "")
     return os.getppid()
 
 

@@ -16,6 +16,7 @@ from tests import launches
 from tests.contract.functions import caught
 from tests.contract.test_in_step import STAYED, intact, lost, notes, spin
 from tests.import_storm import importing, storm
+from tests.processes import wait_until
 
 REGISTRY = """
 import os
@@ -51,8 +52,7 @@ def modules(tmp_path: Path, *, forever: bool = False) -> tuple[str, str]:
 
 def import_while_the_other_fails(directory: str, inside: str) -> None:
     if dist.get_rank() == 1:
-        while not os.path.exists(inside):
-            os.sched_yield()
+        wait_until(lambda: os.path.exists(inside))
         raise ValueError("no such luck")
     sys.path.insert(0, directory)
     import registry  # type: ignore[import-not-found]

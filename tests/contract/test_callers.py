@@ -22,6 +22,7 @@ import torch
 from mlaunch import LaunchError, Ranks, launcher
 from tests import launches
 from tests.conftest import ROOT
+from tests.imported import IMPORTED
 from tests.processes import soon
 from tests.users import users_environ
 
@@ -165,7 +166,7 @@ def states():
 call = launcher(train, 1, grace_period=1000)
 call(False)
 while [state for state, _ in states()] != ["waiting for a call"]:
-    os.sched_yield()
+    signal.sigtimedwait([], 0.01)
 pid = states()[0][1]
 threading.Thread(target=call, args=(True,), daemon=True).start()
 print(int(os.read(reader, 8)) == pid)
@@ -290,7 +291,7 @@ def test_multiprocessing_in_a_rank_of_a_package_run_with_m(tmp_path: Path) -> No
         "    print(launcher(train, 1)())\n"
     )
     environ = {**users_environ(), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "pkg.main"]
+    command = [IMPORTED, "-m", "pkg.main"]
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "[(0, 5)]\n", done.stderr
 

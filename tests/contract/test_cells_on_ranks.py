@@ -122,10 +122,10 @@ def test_a_failure_names_the_line_and_names_live_on_where_ranks_are_in_step(rank
 @pytest.mark.slow
 def test_a_failure_tells_where_in_the_cell_the_others_were(ranks: Ranks, tmp_path: Path) -> None:
     path = str(tmp_path / "running")
-    waiting = f"while not os.path.exists({path!r}): os.sched_yield()\nraise ValueError('no')"
+    waiting = f"while not os.path.exists({path!r}): signal.sigtimedwait([], 0.01)\nraise ValueError('no')"
     loop = f"while [os.close(os.open({path!r}, os.O_CREAT))]: n += 1"  # of no function that is written in Python
     with pytest.raises(ValueError, match="no") as raised:
-        ranks.cell(f"import os\n{RANK}\nif rank == 0:\n    n = 0\n    {loop}\n{waiting}")
+        ranks.cell(f"import os, signal\n{RANK}\nif rank == 0:\n    n = 0\n    {loop}\n{waiting}")
     assert re.search(r"rank 0 was in <module> at <cell \d+>:6", str(raised.value.__cause__))
 
 
@@ -190,7 +190,7 @@ def test_an_interrupt_before_the_ranks_know_of_it_shows_no_frames(run: Run, monk
 def test_cells_in_the_background_and_of_themselves(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     run("%load_ext mlaunch")
     run("%ranks 2 --device-type cpu")
-    wait = "import mlaunch, os\nwhile not mlaunch.stopping(): os.sched_yield()\n3"
+    wait = "import mlaunch, signal\nwhile not mlaunch.stopping(): signal.sigtimedwait([], 0.01)\n3"
     run(f"%%ranks --bg job\n{wait}")
     run("%ranks")
     assert "2 ranks on cpu, running" in capsys.readouterr().out
@@ -261,9 +261,9 @@ def test_completion_asks_one_rank_and_runs_nothing_there(run: Run, offered: Offe
 def test_completion_on_busy_ranks_is_empty_at_once(run: Run, offered: Offered, tmp_path: Path) -> None:
     run("%load_ext mlaunch")
     run("%ranks 2 --device-type cpu")
-    run(f"%%ranks\n{RANK}\nimport os\nmodel = 1")
+    run(f"%%ranks\n{RANK}\nimport os, signal\nmodel = 1")
     go = str(tmp_path / "go")
-    waiting = f"while rank and not os.path.exists({go!r}): os.sched_yield()\ncomm.synchronize()\nmodel"
+    waiting = f"while rank and not os.path.exists({go!r}): signal.sigtimedwait([], 0.01)\ncomm.synchronize()\nmodel"
     run(f"%%ranks --bg job\n{waiting}")
     assert offered("%%ranks\nmod") == []
     assert not run("job.done()").result

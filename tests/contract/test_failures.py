@@ -24,7 +24,7 @@ from mlaunch import LaunchError, launcher
 from tests import launches
 from tests.conftest import OURS
 from tests.contract import crashes, functions
-from tests.processes import alive, wait_gone
+from tests.processes import alive, wait_gone, wait_until
 
 pytestmark = pytest.mark.usefixtures("as_users_have_it", "the_next_call_works")
 METHODS = ("forkserver", "fork", "spawn")
@@ -431,8 +431,7 @@ def states_of_this_launch() -> list[str]:
 def test_finished_ranks_results_are_in_the_error() -> None:
     def train() -> int:
         if dist.get_rank() == 1:
-            while not any("it returned" in state for state in states_of_this_launch()):
-                os.sched_yield()
+            wait_until(lambda: any("it returned" in state for state in states_of_this_launch()))
             raise_value_error()
         return 10
 

@@ -26,7 +26,7 @@ from tests import launches
 from tests.conftest import ROOT
 from tests.contract.functions import caught, total, wait_in_vain
 from tests.imported import IMPORTED
-from tests.processes import alive, children, descendants, wait_gone
+from tests.processes import alive, children, descendants, wait_gone, wait_until
 
 LIMIT = 60.0  # seconds, of every wait
 STAYED = "the ranks are in step and stay, with what they hold"
@@ -41,7 +41,7 @@ def ranks() -> Iterator[Ranks]:
 
 def spin() -> None:
     while True:
-        os.sched_yield()
+        signal.sigtimedwait([], 0.01)
 
 
 def notes(error: BaseException) -> str:
@@ -377,8 +377,7 @@ def test_a_default_group_that_one_rank_has_destroyed_before_another_begins_the_c
     assert board is not None
     os.kill(pids[1], signal.SIGSTOP)
     destroyed = ranks.submit(dist.destroy_process_group)
-    while not board.apart:
-        os.sched_yield()
+    wait_until(lambda: bool(board.apart))
     os.kill(pids[1], signal.SIGCONT)
     assert destroyed.result(LIMIT) == [None, None]
     assert ranks.submit(total).result(LIMIT) == [2.0, 2.0]
@@ -454,8 +453,7 @@ def test_calls_that_wait_for_lost_ranks_which_are_closed(tmp_path: Path) -> None
     assert second.cancel()
     closing = threading.Thread(target=ranks.close)
     closing.start()
-    while not launches.is_closing(ranks):
-        os.sched_yield()
+    wait_until(lambda: launches.is_closing(ranks))
     Path(gate).touch()
     closing.join(LIMIT)
     assert not closing.is_alive()
@@ -469,8 +467,7 @@ def end_once(path: str) -> None:
 
 
 def wait_for_file(path: str) -> None:
-    while not os.path.exists(path):
-        os.sched_yield()
+    wait_until(lambda: os.path.exists(path))
 
 
 # What cannot travel

@@ -79,8 +79,7 @@ def test_a_changed_directory_replaces_them(tmp_path: Path, monkeypatch: pytest.M
 
 
 def wait_for(path: str) -> int:
-    while not os.path.exists(path):
-        os.sched_yield()
+    wait_until(lambda: os.path.exists(path))
     return os.getpid()
 
 
@@ -97,12 +96,11 @@ def test_a_set_that_is_replaced_while_its_call_runs_blocks_nobody(
 
     with ThreadPoolExecutor(2) as pool:
         old = pool.submit(call, "old", str(gate))
-        while next(ranks for key, ranks in launches.sets_that_stay().items() if key != only_key(others)).idle:
-            os.sched_yield()
+        [ranks] = [ranks for key, ranks in launches.sets_that_stay().items() if key != only_key(others)]
+        wait_until(lambda: not ranks.idle)
         monkeypatch.setenv("KEPT_TEST", "8")
         new = pool.submit(call, "new", __file__)
-        while not launches.sets_that_leave():
-            os.sched_yield()
+        wait_until(lambda: bool(launches.sets_that_leave()))
         monkeypatch.delenv("KEPT_TEST")
         assert train() == others
         assert launcher(pids, n_gpus=2, keep=600, timeout=77)()  # which are to be started

@@ -256,9 +256,9 @@ def test_a_value_that_belongs_to_a_process_group(staying: bool) -> None:
 
     words = r"there is none here: of a model in DistributedDataParallel return model.module, or its state_dict\(\)"
     with contextlib.ExitStack() as stack:
-        run: Any = launcher(train, 2, device_type="cpu")
+        run: Any = launcher(train, 1, device_type="cpu")
         if staying:
-            run = functools.partial(stack.enter_context(Ranks(n_gpus=2, device_type="cpu")).run, train)
+            run = functools.partial(stack.enter_context(Ranks(n_gpus=1, device_type="cpu")).run, train)
         with pytest.raises(LaunchError, match=words):
             run()
 

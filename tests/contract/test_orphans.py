@@ -19,7 +19,7 @@ from tests.processes import agents, children, wait_gone, wait_until
 
 
 @pytest.mark.nightly(
-    "-caller-fork",
+    "nohup-caller-fork",
     "-fork server-spawn",
     "-agent-fork",
     "nohup-caller-spawn",
@@ -91,8 +91,8 @@ def test_a_daemon_ends_though_the_agent_is_killed_after_the_caller() -> None:
         before = sockets(server)
         process.kill()
         process.wait(60)
-        while sockets(server) == before:  # it lets go of the launch's when it hears no more of its caller
-            os.sched_yield()
+        # It lets go of the launch's when it hears no more of its caller.
+        wait_until(lambda: sockets(server) != before)
         os.kill(agent, signal.SIGKILL)
         wait_gone([server, agent, daemon])
     assert not launches.look_for_launches()  # a look, which removes the socket of an agent that was killed

@@ -6,7 +6,6 @@ import io
 import json
 import logging
 import os
-import pty
 import re
 import select
 import signal
@@ -25,6 +24,7 @@ from mlaunch import LaunchError, LaunchReport, launcher, progress
 from tests import builds, launches
 from tests.conftest import ROOT
 from tests.imported import IMPORTED
+from tests.terminal import Terminal
 from tests.users import users_environ
 
 Capture = pytest.CaptureFixture[str]
@@ -416,7 +416,7 @@ HIDES_CURSOR = "\x1b[?25l"
 UP = "\x1b[1A"
 
 
-@pytest.mark.dear("a script on a terminal is a fresh interpreter")
+@pytest.mark.slow
 def test_the_lines_that_change(tmp_path: Path) -> None:
     """On a terminal: what the launch is doing, one bar that stands where the slowest rank is, and a rank's own bar.
 
@@ -425,11 +425,8 @@ def test_the_lines_that_change(tmp_path: Path) -> None:
     pytest.importorskip("rich", reason="rich is not installed (extra: notebook)")
     (tmp_path / "show.py").write_text(SHOW)
     os.mkfifo(tmp_path / "fifo")
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.chdir(tmp_path)
-        environ = {**users_environ(), "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
-        os.execve(sys.executable, [sys.executable, "show.py"], environ)
+    script = Terminal(tmp_path / "show.py", TERM="xterm", COLUMNS="100", LINES="30")
+    pid, terminal = script.process.pid, script.fd
     seen = until(terminal, "[1]  50% loaded")
     seen += until(terminal, "rank 1 is 2 behind")
     assert "epoch:  50%" in seen
@@ -443,8 +440,7 @@ def test_the_lines_that_change(tmp_path: Path) -> None:
     assert HIDES_CURSOR not in seen
     (tmp_path / "fifo").write_text("x")
     seen = until(terminal, None)
-    os.close(terminal)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert script.end() == 0
     assert "[0-1] finished" in seen or "[1] finished" in seen
     assert "epoch: 100%" in seen
 

@@ -149,7 +149,7 @@ def wait_stopped(pid: int) -> None:
     until = time.monotonic() + LIMIT
     while status_of(pid)[0] != "T":
         assert time.monotonic() < until
-        os.sched_yield()
+        signal.sigtimedwait([], 0.01)
 
 
 @pytest.mark.parametrize(

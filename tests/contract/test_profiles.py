@@ -8,6 +8,7 @@ import os
 import re
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,15 @@ from tests.contract.test_engine_calls import Threads
 from tests.processes import wait_until
 from tests.system.commands import run, write
 
-pytestmark = [pytest.mark.usefixtures("the_next_call_works"), pytest.mark.dear("ranks import torch's profiler")]
+pytestmark = pytest.mark.usefixtures("the_next_call_works")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def preloading() -> Iterator[None]:
+    """The fork server imports once what each rank would, for a second, as its profiler starts."""
+    mlaunch.warm_up(preload=["torch._inductor"])
+    yield
+    mlaunch.warm_up(preload=[])
 
 
 def train(steps: int = 6) -> int:
@@ -53,7 +62,7 @@ def steps_of(events: list[dict[str, Any]]) -> dict[int, list[str]]:
     return found
 
 
-@pytest.mark.slow  # torch's profiler imports for seconds
+@pytest.mark.slow
 def test_a_track_for_each_rank_and_one_beginning(tmp_path: Path) -> None:
     path = tmp_path / "trace.json.gz"
     ours = launcher(train, 2, profile=path, profile_steps=(2, 4))
@@ -78,7 +87,7 @@ def test_steps_that_the_function_counts(tmp_path: Path) -> None:
     assert {event["pid"] for event in events if event.get("cat") == "mlaunch"} == {1000, 2000}
 
 
-@pytest.mark.slow  # torch's profiler imports for seconds
+@pytest.mark.slow
 def test_a_function_that_ends_before(tmp_path: Path) -> None:
     """What it came to stands there; if that is nothing, it is told."""
     path = tmp_path / "trace.json"
@@ -90,7 +99,7 @@ def test_a_function_that_ends_before(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.slow  # torch's profiler imports for seconds
+@pytest.mark.slow
 def test_a_function_that_fails(tmp_path: Path) -> None:
     def fail() -> None:
         train()
@@ -101,7 +110,7 @@ def test_a_function_that_fails(tmp_path: Path) -> None:
     assert steps_of(read(tmp_path / "trace.json")) == {0: ["1"], 1: ["1"]}
 
 
-@pytest.mark.slow  # torch's profiler imports for seconds
+@pytest.mark.slow
 def test_a_rank_that_waits_for_one_that_fails(tmp_path: Path) -> None:
     def fail() -> None:
         for step in mlaunch.progress(range(20)):
@@ -120,7 +129,7 @@ def test_a_rank_that_waits_for_one_that_fails(tmp_path: Path) -> None:
     assert found[0][:2] == found[1][:2] == ["2", "3"]
 
 
-@pytest.mark.slow  # torch's profiler imports for seconds
+@pytest.mark.slow
 def test_a_rank_that_is_killed_as_it_records(tmp_path: Path) -> None:
     def die() -> None:
         for step in mlaunch.progress(range(20)):
@@ -136,7 +145,7 @@ def test_a_rank_that_is_killed_as_it_records(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.slow  # torch's profiler imports for seconds
+@pytest.mark.slow
 def test_a_rank_that_is_not_there_any_more(tmp_path: Path) -> None:
     def die() -> None:
         if dist.get_rank() == 0:
@@ -153,7 +162,7 @@ def test_a_rank_that_is_not_there_any_more(tmp_path: Path) -> None:
     assert steps_of(read(tmp_path / "trace.json")) == {0: ["1"]}
 
 
-@pytest.mark.slow  # torch's profiler imports for seconds
+@pytest.mark.slow
 def test_a_profiler_that_fails_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,7 +191,7 @@ def test_a_path_that_cannot_be_written(tmp_path: Path, path: str, why: str) -> N
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.slow  # torch's profiler imports for seconds
+@pytest.mark.slow
 def test_machines_of_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their parts come to the caller, who makes one file of them; nothing stays on the machines."""
     there = tmp_path / "there"
@@ -202,7 +211,7 @@ def test_machines_of_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert os.listdir(there) == []
 
 
-@pytest.mark.slow  # torch's profiler imports for seconds
+@pytest.mark.slow
 def test_a_single_machine_of_an_engine(tmp_path: Path) -> None:
     def fail() -> None:
         train()
@@ -261,7 +270,7 @@ sys.exit(int(sys.argv[1]))
 
 
 @pytest.mark.nightly("0")
-@pytest.mark.slow  # torch's profiler imports for seconds
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [0, 3])
 def test_steps_of_a_command(tmp_path: Path, status: int) -> None:
     """Also of one that fails later."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import launches
 from tests.terminal import Terminal
 
 TESTS = """
@@ -57,7 +58,7 @@ import os, sys
 import pytest
 
 if __name__ == "__main__":
-    sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:randomly", *sys.argv[1:], "test_it.py"]))
+    sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:], "test_it.py"]))
 """
 Start = Callable[..., Terminal]
 
@@ -70,7 +71,8 @@ def run_pytest(tmp_path: Path) -> Iterator[Start]:
         def start(*args: str) -> Terminal:
             (tmp_path / "test_it.py").write_text(TESTS)
             (tmp_path / "run.py").write_text(RUN)
-            found = Terminal(tmp_path / "run.py", *args, PYTEST_ADDOPTS="", PYTEST_DISABLE_PLUGIN_AUTOLOAD="")
+            mine = ("-p", launches.plugin().__name__)
+            found = Terminal(tmp_path / "run.py", *mine, *args, PYTEST_ADDOPTS="", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
             stack.callback(found.close)
             stack.callback(found.process.wait)
             stack.callback(found.process.kill)

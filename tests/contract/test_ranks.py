@@ -29,7 +29,7 @@ from tests import builds, launches
 from tests.conftest import OURS
 from tests.contract.functions import Model, decorated, error_of, total
 from tests.launches import Phase, board_here
-from tests.processes import alive, said_in_fork, wait_gone
+from tests.processes import alive, said_in_fork, wait_gone, wait_until
 
 LIMIT = 60.0  # seconds, of every wait
 Capture = pytest.CaptureFixture[str]
@@ -47,8 +47,7 @@ def pids_of(ranks: Ranks) -> list[int]:
 
 def wait_for_file(path: str) -> None:
     """In a rank: until a file is there."""
-    while not os.path.exists(path):
-        os.sched_yield()
+    wait_until(lambda: os.path.exists(path))
 
 
 # Calls
@@ -508,8 +507,8 @@ def test_the_last_of_a_large_and_a_small_value(ranks: Ranks, last: int) -> None:
     def answer(last: int) -> bytes:
         rank, board = dist.get_rank(), board_here()
         total()  # by now both have begun
-        while rank == last and board is not None and board[1 - rank] is not Phase.IDLE:
-            os.sched_yield()
+        if rank == last and board is not None:
+            wait_until(lambda: board[1 - rank] is Phase.IDLE)
         return bytes(1 + rank * 100_000)
 
     assert [len(value) for value in ranks.run(answer, last)] == [1, 100_001]
@@ -693,8 +692,7 @@ def test_output_of_ranks_between_calls_is_shown(ranks: Ranks, tmp_path: Path, ca
     ranks.run(begin)
     gate.touch()
     for rank in range(2):
-        while not Path(f"{shown}{rank}").exists():
-            os.sched_yield()
+        wait_until(Path(f"{shown}{rank}").exists)
     ranks.close()
     assert sorted(capfd.readouterr().out.splitlines()) == ["[0] between of 0", "[1] between of 1"]
 

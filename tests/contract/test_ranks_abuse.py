@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import errno
+import functools
 import gc
 import os
 import resource
@@ -125,7 +126,7 @@ def test_another_handler_is_that_of_its_call(ranks: Ranks) -> None:
         if dist.get_rank() == 0:
             raise ValueError("no such luck")
         while True:
-            os.sched_yield()
+            signal.sigtimedwait([], 0.01)
 
     with the_same(ranks):
         ranks.run(lambda: signal.signal(signal.SIGINT, signal.SIG_IGN) and None)
@@ -138,7 +139,7 @@ def test_another_handler_is_that_of_its_call(ranks: Ranks) -> None:
 
 def wait_for_ever() -> None:
     while True:
-        os.sched_yield()
+        signal.sigtimedwait([], 0.01)
 
 
 def test_a_callback_may_close_as_its_call_is_cancelled() -> None:
@@ -225,8 +226,7 @@ def test_a_callback_may_submit_beside_a_call(ranks: Ranks) -> None:
         assert told.wait(LIMIT)
         calls.set()
         assert ranks.run(total) == [2.0, 2.0]
-        while not again:
-            os.sched_yield()
+        wait_until(functools.partial(bool, again))
         assert again[0].result(LIMIT) == [2.0, 2.0]
 
 
@@ -236,8 +236,7 @@ def test_a_callback_may_close_while_the_thread_that_runs_it_calls(tmp_path: Path
     first.add_done_callback(lambda _: ranks.close())
 
     def open_gate() -> None:
-        while launches.driving_thread(ranks) != main:
-            os.sched_yield()
+        wait_until(lambda: launches.driving_thread(ranks) == main)
         gate.touch()
 
     main = threading.get_ident()
@@ -250,8 +249,7 @@ def test_a_callback_may_close_while_the_thread_that_runs_it_calls(tmp_path: Path
 
 
 def wait_for(path: str) -> None:
-    while not os.path.exists(path):
-        os.sched_yield()
+    wait_until(lambda: os.path.exists(path))
 
 
 def test_an_object_freed_with_a_cancelled_call_is_freed_with_the_next(ranks: Ranks, tmp_path: Path) -> None:
@@ -393,7 +391,7 @@ def test_an_interrupt_that_python_drops_is_raised_again(ranks: Ranks, pause: flo
     class Slow:
         def __del__(self) -> None:
             while True:
-                os.sched_yield()
+                signal.sigtimedwait([], 0.01)
 
     def work() -> None:
         launches.interrupt_again_after(pause)

@@ -7,7 +7,6 @@ import pickle
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -21,6 +20,7 @@ import mlaunch
 from mlaunch import Client, Server, launcher
 from tests import launches
 from tests.conftest import ROOT
+from tests.imported import IMPORTED
 from tests.processes import wait_gone
 
 LIMIT = timedelta(seconds=60)
@@ -249,7 +249,6 @@ def test_ctrl_c_reaches_one_who_waits(server: Server, run_script: Any) -> None:
     assert done.stderr.rstrip().endswith("KeyboardInterrupt")
 
 
-@pytest.mark.dear("two interpreters import torch")
 def test_a_server_ends_with_its_process() -> None:
     code = (
         "import os, signal, mlaunch\n"
@@ -258,13 +257,13 @@ def test_a_server_ends_with_its_process() -> None:
         "mlaunch.Client(port=server.py_server_port).user_set('a', 1)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    done = subprocess.run([IMPORTED, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     wait_gone([int(done.stdout)])
 
 
 def test_a_server_alone() -> None:
-    command = [sys.executable, "-m", Server.__module__, "--port", "0"]
+    command = [IMPORTED, "-m", Server.__module__, "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
         told = re.fullmatch(r"serving at (\S+), port (\d+)\n", process.stdout.readline())

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from mlaunch import LaunchError, LaunchTimeout, comm, launcher
 from tests.conftest import ROOT
+from tests.processes import wait_until
 from tests.sandboxes import memory_group
 
 HERE = os.path.basename(__file__)
@@ -36,8 +37,7 @@ def once_it_waits(act: Callable[[], object]) -> None:
     """In a rank: acts, in a thread, as soon as the main thread is held in ``wait_for_ever``, and no sooner."""
 
     def watch() -> None:
-        while not is_waiting(sys._current_frames()[threading.main_thread().ident or 0]):
-            os.sched_yield()
+        wait_until(lambda: is_waiting(sys._current_frames()[threading.main_thread().ident or 0]))
         act()
 
     threading.Thread(target=watch, daemon=True).start()
@@ -159,9 +159,8 @@ def test_ctrl_c_tells_where_the_ranks_were() -> None:
 
         def press_once_all_wait() -> None:
             store.add("waiting", 1)
-            while dist.get_rank() == 0 and store.add("waiting", 0) < 2:
-                os.sched_yield()
             if dist.get_rank() == 0:
+                wait_until(lambda: store.add("waiting", 0) == 2)
                 os.kill(caller, signal.SIGINT)
 
         once_it_waits(press_once_all_wait)
@@ -337,8 +336,9 @@ def test_a_hang_in_a_helper_of_ours_is_in_the_users_line() -> None:
         main = threading.main_thread().ident or 0
 
         def tell() -> None:
-            while "barrier" not in {frame.name for frame in traceback.extract_stack(sys._current_frames()[main])}:
-                os.sched_yield()
+            wait_until(
+                lambda: "barrier" in {frame.name for frame in traceback.extract_stack(sys._current_frames()[main])}
+            )
             store.set("waits", "")
 
         if dist.get_rank() == 0:

@@ -14,6 +14,7 @@ import pytest
 
 from mlaunch import Ranks, launcher
 from tests import launches
+from tests.processes import wait_until
 
 Write = Callable[[str], None]
 
@@ -122,8 +123,7 @@ def test_a_reload_names_held_objects_that_keep_their_class(write: Write, name: s
 def answer_after(name: str, imported: str, edited: str) -> int:
     module = importlib.import_module(name)
     Path(imported + os.environ["RANK"]).touch()
-    while not Path(edited).exists():
-        os.sched_yield()
+    wait_until(Path(edited).exists)
     return int(module.answer())
 
 
@@ -133,8 +133,7 @@ def test_a_module_that_is_edited_while_the_call_runs_that_has_imported_it(
     write("def answer(): return 1\n")
     imported, edited = tmp_path / "imported", tmp_path / "edited"
     future = ranks.submit(answer_after, name, str(imported), str(edited))
-    while not (all(Path(f"{imported}{rank}").exists() for rank in range(2)) or future.done()):
-        os.sched_yield()
+    wait_until(lambda: all(Path(f"{imported}{rank}").exists() for rank in range(2)) or future.done())
     write("def answer(): return 2\n")
 
     def end() -> list[list[int]]:

@@ -9,7 +9,7 @@ import runpy
 import signal
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from pathlib import Path
@@ -35,9 +35,16 @@ HERE = "test_stopping.py"
 WAITS = r"ranks? [0-9, -]+ waits? for it"
 
 
+def steps() -> Iterator[int]:
+    """Give the numbers of steps, each of which takes a moment without work."""
+    for step in range(1, LIMIT):
+        signal.sigtimedwait([], 0.001)
+        yield step
+
+
 def train(caller: int, at: int, in_step: bool) -> tuple[int, str]:
     """Returns the step at which it was told to stop, and why."""
-    for step in range(1, LIMIT):
+    for step in steps():
         if in_step:
             dist.all_reduce(torch.ones(1))
         if step == at and dist.get_rank() == 1:
@@ -106,7 +113,7 @@ def test_machines_that_were_started_by_hand_stop_at_the_same_step(in_step: bool)
 
 
 def look_on() -> tuple[int, str]:
-    for step in range(1, LIMIT):
+    for step in steps():
         if reason := mlaunch.stopping():
             return step, reason
     raise AssertionError("it was not stopped")
@@ -209,7 +216,8 @@ def test_ranks_that_let_SIGTERM_pass_are_ended_all_the_same(tmp_path: Path) -> N
 
 
 SCRIPT = """
-import os, sys, mlaunch
+import os, signal, sys, mlaunch
+    signal.sigtimedwait([], 0.001)
 for step in range(1, 10**7):
     if step == 20 and os.environ["RANK"] == "1":
         open(sys.argv[1], "w").close()
@@ -280,7 +288,7 @@ def test_ranks_stay_after_a_call_that_was_stopped(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "there")
 
     def work() -> tuple[int, str]:
-        for step in range(1, LIMIT):
+        for step in steps():
             if step == 10 and dist.get_rank() == 0:
                 (tmp_path / "there").write_text("x")
             if reason := mlaunch.stopping():
@@ -313,12 +321,11 @@ def test_mlaunch_stop_is_over_with_the_call_though_its_ranks_stay(tmp_path: Path
     def work() -> str:
         if dist.get_rank() == 0:
             (tmp_path / "there").write_text("x")
-        return next(reason for _ in range(10 * LIMIT) if (reason := mlaunch.stopping()))
+        return next(reason for _ in steps() if (reason := mlaunch.stopping()))
 
     def stop() -> None:
         (tmp_path / "there").read_text()
-        while launches.command("stop"):  # it listens some moments after its start
-            os.sched_yield()
+        wait_until(lambda: not launches.command("stop"))  # it listens some moments after its start
 
     with Ranks(n_gpus=2) as ranks, ThreadPoolExecutor(1) as pool:
         pids = ranks.run(os.getpid)
@@ -340,15 +347,14 @@ def test_mlaunch_stop_waits_for_ranks_that_take_longer_than_an_answer(
 
     def work() -> str:
         (tmp_path / "begun").touch()
-        reason = next(reason for _ in range(LIMIT) if (reason := mlaunch.stopping()))
+        reason = next(reason for _ in steps() if (reason := mlaunch.stopping()))
         (tmp_path / "asked").touch()
         while not (tmp_path / "go").exists():
             signal.sigtimedwait([], 0.01)
         return reason
 
     def stop() -> None:
-        while launches.command("stop"):  # it listens some moments after its start
-            os.sched_yield()
+        wait_until(lambda: not launches.command("stop"))  # it listens some moments after its start
 
     run = launcher(work, 1).submit()
     wait_until((tmp_path / "begun").exists)
@@ -368,7 +374,7 @@ def test_mlaunch_stop(tmp_path: Path, now: bool, capsys: pytest.CaptureFixture[s
     path = str(tmp_path / "there")
 
     def work() -> int:
-        for step in range(1, LIMIT):
+        for step in steps():
             reason = mlaunch.stopping()
             if step == 2 and dist.get_rank() == 0:
                 Path(path).write_text("x")
@@ -378,8 +384,8 @@ def test_mlaunch_stop(tmp_path: Path, now: bool, capsys: pytest.CaptureFixture[s
 
     def ask() -> None:
         Path(path).read_text()
-        while launches.command("stop", *["--now", "--json"] * now):  # it listens some moments after its start
-            os.sched_yield()
+        # It listens some moments after its start.
+        wait_until(lambda: not launches.command("stop", *["--now", "--json"] * now))
 
     thread = threading.Thread(target=ask)
     thread.start()

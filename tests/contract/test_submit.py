@@ -40,8 +40,7 @@ def hold(folder: Path, name: str = "begun") -> str:
 def reporting() -> None:
     """Reports once, and goes on until it is asked to stop."""
     mlaunch.report(step=1)
-    while not mlaunch.stopping():
-        os.sched_yield()
+    wait_until(lambda: bool(mlaunch.stopping()))
 
 
 def holding(folder: Path, name: str) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,7 @@ def test_a_scheduler_that_signals_all_processes_of_a_job(start_method: str) -> N
 
 
 FORKING = """
-import os, signal, sys, threading
+import os, signal, sys, threading, warnings
 from mlaunch import launcher
 
 def train():
@@ -77,6 +76,7 @@ def fork():
         os._exit(0)
     os.kill(os.getpid(), signal.SIGKILL)
 
+warnings.simplefilter("ignore")  # of a fork beside threads
 call = launcher(train, 1, start_method=sys.argv[1], grace_period=1)
 threading.Thread(target=lambda: (sys.stdin.readline(), fork())).start()
 call()
@@ -87,7 +87,7 @@ call()
 def test_a_fork_of_the_caller_that_outlives_it(start_method: str) -> None:
     """It does not keep the launch's sockets open."""
     process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", FORKING, start_method],
+        [IMPORTED, "-c", FORKING, start_method],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd=ROOT,
