@@ -281,15 +281,22 @@ def after_warm_up(folder: Path) -> str:
     return ""
 
 
-@pytest.mark.dear("a preload is tried in a fresh interpreter")
+WHY = "cannot preload wakes_a_driver: its import wakes the driver of toy, which no fork of this process could use"
+
+
 @pytest.mark.slow
-def test_a_preload_that_wakes_the_driver_is_refused(caller: Runner, folder: Path, tmp_path: Path) -> None:
+def test_a_preload_that_wakes_the_driver_is_refused(caller: Runner, tmp_path: Path) -> None:
     write(tmp_path, WAKES, "wakes_a_driver.py")
-    why = "cannot preload wakes_a_driver: its import wakes the driver of toy, which no fork of this process could use"
-    assert why in caller(after_warm_up, tmp_path)
+    assert WHY in caller(after_warm_up, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_a_preload_of_a_command_that_wakes_the_driver_is_refused(folder: Path, tmp_path: Path) -> None:
+    write(tmp_path, WAKES, "wakes_a_driver.py")
     path = os.pathsep.join([str(ROOT), str(folder), str(tmp_path)])
     done = run(tmp_path, "--preload", "wakes_a_driver", write(tmp_path, ""), command=FRESH, PYTHONPATH=path)
-    assert (done.returncode, why in done.stderr) == (1, True), done.stderr
+    assert (done.returncode, WHY in done.stderr) == (1, True), done.stderr
 
 
 # What is prepared

@@ -72,11 +72,12 @@ def properties_of(case: ElementTree.Element) -> dict[str, str | None]:
 
 
 @pytest.mark.slow
-def test_a_run_of_pytest(tmp_path: Path) -> None:
-    """By a worker of xdist, whose reports pytest's own process turns into a file and annotations."""
+@pytest.mark.parametrize("flags", [[], pytest.param(["-p", "xdist", "-n", "1"], marks=pytest.mark.nightly)])
+def test_a_run_of_pytest(tmp_path: Path, flags: list[str]) -> None:
+    """Also by a worker of xdist, whose reports pytest's own process turns into a file and annotations."""
     pytest.importorskip("torch", reason="the tests run on ranks")
     files, host = {"test_it.py": SUITE, "helper.py": HELPER, "conftest.py": REPEATS}, os.uname().nodename
-    flags = ("-p", "xdist", "-n", "1", "--junitxml", str(junit := tmp_path / "junit.xml"))
+    flags = [*flags, "--junitxml", str(junit := tmp_path / "junit.xml")]
     github = {"GITHUB_ACTIONS": "true", "GITHUB_WORKSPACE": str(tmp_path)}
     _, printed = run(tmp_path, files, *flags, **github)
     found = {case.get("name"): properties_of(case) for case in ElementTree.parse(junit).iter("testcase")}

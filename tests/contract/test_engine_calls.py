@@ -241,8 +241,7 @@ def test_a_launch_is_looked_at_from_here(engine: Threads, tmp_path: Path, capsys
     events: list[dict[str, Any]] = []
 
     def work(go: Path) -> int:
-        while not go.exists():
-            os.sched_yield()
+        wait_until(go.exists)
         return os.getpid()
 
     with ThreadPoolExecutor(1) as pool:
@@ -270,8 +269,8 @@ def test_stop_ends_the_ranks_of_all_machines() -> None:
     """Also those of a machine whose agent does not listen yet."""
 
     def stop() -> int:
-        while not (ours := [one["id"] for one in ask(STATUS) if one["agent"] == os.getpid()]):
-            os.sched_yield()
+        ours = list[str]()
+        wait_until(lambda: bool(ours.extend(one["id"] for one in ask(STATUS) if one["agent"] == os.getpid()) or ours))
         return main(["stop", *ours])
 
     def wait() -> None:
@@ -558,6 +557,7 @@ def test_ranks_do_not_take_themselves_for_the_task_that_has_started_their_member
 
 
 @pytest.mark.dear("members have fork servers of their own")
+@pytest.mark.nightly("*exit-*")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ssh", "words"),
@@ -740,7 +740,7 @@ def test_a_held_machine_that_falls_silent_is_replaced(engine: Threads, monkeypat
     assert len(engine.placements) == 2
 
 
-@pytest.mark.dear("members have fork servers of their own")
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_fork_server_that_is_killed_over_there() -> None:
     def work() -> None:

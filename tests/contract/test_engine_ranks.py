@@ -243,6 +243,7 @@ def test_a_rank_that_dies_ends_all_and_the_next_call_starts_others(ranks: Ranks)
     assert not set(before) & set(ranks.run(pid))
 
 
+@pytest.mark.nightly("0")
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", [0, 1])
 def test_an_agent_that_is_killed(ranks: Ranks, machine: int) -> None:

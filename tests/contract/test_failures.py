@@ -246,6 +246,10 @@ def test_an_exception_whose_class_is_local_is_still_that_class() -> None:
         launcher(train, 1)()
 
 
+@pytest.mark.nightly(  # each way once, the start methods in turn
+    *("os._exit-fork", "os._exit-spawn", "sys.exit-forkserver", "sys.exit-spawn", "sys.exit-text-fork*"),
+    *("SIGKILL-fork", "SIGKILL-spawn", "SIGTERM-forkserver", "SIGTERM-spawn", "abort-fork*"),
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("start_method", METHODS)
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ def test_the_rank_that_holds_up_the_others_is_named(case: Callable[[], None], tm
         "the_second_of_three_asynchronous",
         "new_group_without_one",
         "in_a_thread",
-        "gradients_after_messages",
+        pytest.param("gradients_after_messages", marks=pytest.mark.nightly),
         "after_a_monitored_barrier",
     ],
 )
@@ -234,7 +234,10 @@ def test_what_torch_raises_has_no_frame_of_the_watch() -> None:
     assert "operations.py" not in str(caught.value.__cause__)
 
 
-@pytest.mark.nightly("handling", "at_last", "loading*", "leave", "fewer_batches", "be_slow", "holding*", "in_another*")
+@pytest.mark.nightly(
+    *("in_a_lock", "handling", "at_last", "loading*", "leave", "fewer_batches", "be_slow", "holding*", "computing"),
+    "in_another*",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_the_rank_that_holds_up_the_others_is_named_on_two_machines(

@@ -828,6 +828,7 @@ def test_an_interrupt_while_another_threads_call_runs(ranks: Ranks, tmp_path: An
 # A rank that ends
 
 
+@pytest.mark.nightly("returns-os._exit", "returns-SIGKILL", "waits-sys.exit", "waits-success", "waits-SIGSEGV")
 @pytest.mark.parametrize(
     ("how", "words"),
     [

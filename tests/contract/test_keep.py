@@ -117,6 +117,7 @@ def only_key(pids: list[int]) -> str:
     return key
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_fork_made_while_locks_are_taken_is_free_to_call() -> None:
     train()

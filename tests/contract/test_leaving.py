@@ -135,6 +135,10 @@ class ExitsHere:
         return "never"
 
 
+@pytest.mark.nightly(  # each pair once
+    *("rec*-forkserver-c_exit", "rec*-fork-_exit", "send*-forkserver-_exit", "send*-fork-c_exit"),
+    *("rep*-forkserver-c_exit", "rep*-fork-_exit"),
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [os._exit, c_exit])
 @pytest.mark.parametrize("start_method", ["forkserver", "fork"])

@@ -157,6 +157,7 @@ def test_a_command_without_numactl_and_with_cuda_asleep(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_never_wider_than_a_cpuset(tmp_path: Path) -> None:
     """A real one, of a control group, into which a caller goes that may use one CPU from then on."""

@@ -229,6 +229,7 @@ def test_a_class_of_torchs_gets_the_mark_and_nothing_else(suite: Callable[..., t
     assert sum(outcome == "passed" for outcome in told.values()) == 8
 
 
+@pytest.mark.nightly("auto")
 @pytest.mark.parametrize("mode", ["strict", "auto"])
 def test_tests_of_pytest_asyncio(suite: Callable[..., tuple[Reports, str]], mode: str) -> None:
     pytest.importorskip("pytest_asyncio")
@@ -258,7 +259,7 @@ def test_workers_of_xdist_lease_devices(tmp_path: Path) -> None:
     assert {len(report["properties"]["devices"]) for report in told.values() if report["properties"]} == {1, 2}
 
 
-@pytest.mark.dear("two workers of pytest-xdist, with ranks")
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.skipif(not toy.is_possible(), reason="this torch takes no accelerator written in Python")
 def test_a_worker_of_xdist_gives_devices_back_between_tests(tmp_path: Path) -> None:

@@ -410,6 +410,10 @@ def test_an_interrupt_that_python_drops_is_raised_again(ranks: Ranks, pause: flo
 KEPT = ["wakes", "ends", "thread", "relay", "channel", "agent", "way", "answers", "all there", "output"]
 
 
+@pytest.mark.nightly(  # each once, the two ways in turn
+    *("wakes-run", "ends-submitted", "thread-run", "relay-submitted", "channel-run", "agent-submitted"),
+    *("way-run", "answers-submitted", "all there-run", "output-submitted"),
+)
 @pytest.mark.parametrize("submitted", [False, True], ids=["run", "submitted"])
 @pytest.mark.parametrize("which", [*([name] for name in KEPT), KEPT], ids=[*KEPT, "all"])
 def test_a_file_that_took_a_number_of_the_caller_s(tmp_path: Path, which: list[str], submitted: bool) -> None:

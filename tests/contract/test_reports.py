@@ -255,6 +255,7 @@ except LaunchError as error:
 """
 
 
+@pytest.mark.nightly
 def test_a_real_death_by_memory(run_script: Any) -> None:
     """In a memory cgroup of our own; the launch's own processes need some 300 MiB of the GiB."""
     with memory_group(2**30) as procs:
@@ -265,6 +266,7 @@ def test_a_real_death_by_memory(run_script: Any) -> None:
     assert re.search(words, done.stdout), done.stdout
 
 
+@pytest.mark.nightly("90-*")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("hard", "killed", "told"),

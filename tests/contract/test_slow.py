@@ -167,8 +167,8 @@ with pytest.MonkeyPatch.context() as patch:
 SHIFTED = ["unshare", "--time", "--fork", "--kill-child", "--monotonic", "1000000", "--boottime", "1000000"]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.dear("each machine is a caller of its own, with its own fork server")
 def test_machines_whose_clocks_differ(tmp_path: Path) -> None:
     """By eleven days: no clock is compared with another one. Each caller is told, the slow rank's among them."""
     pytest.importorskip("torch", reason="the ranks' collectives are torch's")

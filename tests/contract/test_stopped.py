@@ -150,6 +150,7 @@ def stopping_the_next_interpreter() -> Iterator[list[int]]:
 
 @pytest.mark.timeout(120)
 @pytest.mark.usefixtures("the_next_call_works")
+@pytest.mark.nightly("forkserver")
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 def test_a_fork_server_that_is_stopped_while_it_imports(start_method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is slow has more time than the deadline gives, but not one that is stopped."""
@@ -163,6 +164,7 @@ def test_a_fork_server_that_is_stopped_while_it_imports(start_method: str, monke
 
 
 @pytest.mark.usefixtures("the_next_call_works")
+@pytest.mark.nightly("spawn")
 @pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
 def test_ctrl_c_while_a_stopped_fork_server_imports(start_method: str) -> None:
     call = launcher(lambda: 7, 1, env=OTHER, start_method=start_method)

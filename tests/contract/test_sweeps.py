@@ -215,6 +215,7 @@ def in_a_fork(runs: Sweep, folder: Path) -> bool:
     return runs[0].state == "running" and own.result(120) == [7]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_fork_beside_a_sweep(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """As a data loader makes one: it says nothing, holds nothing of the sweep's, and waits for nobody in its parent."""
