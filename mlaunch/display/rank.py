@@ -38,13 +38,13 @@ def part(_section: object, _rank: int) -> RankPart:
 
 def spec_of(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
     """Return the spec of a replacement for a module that is about to be imported; None: import the module itself."""
-    return _spec_of_text_bars() if name == BARS else _spec_of_functions(path)
+    return importlib.util.spec_from_loader(BARS, _TextBars()) if name == BARS else _spec_of_functions(path)
 
 
 def change(module: ModuleType) -> None:
     """Change a module that a fork of the caller has imported already."""
-    if module.__name__ == BARS:
-        _change_bars(module)
+    if module.__name__ == BARS and (bar := getattr(module, "tqdm_notebook", None)) is not None:
+        _turn_to_text(bar)
 
 
 # Displays. Ranks without a pipe to the notebook print text.
@@ -226,18 +226,6 @@ class _TextBars(importlib.abc.Loader):
             return Bar(range(*args), **kwargs)
 
         vars(module).update(tqdm=Bar, tqdm_notebook=Bar, trange=bars, tnrange=bars, IProgress=None, WARN_NOIPYW="")
-
-
-def _spec_of_text_bars() -> importlib.machinery.ModuleSpec | None:
-    """Return the spec of the module that is imported in place of tqdm's."""
-    return importlib.util.spec_from_loader(BARS, _TextBars())
-
-
-def _change_bars(module: ModuleType) -> None:
-    """Change the bars of a module that a fork of the caller has imported already."""
-    bar = getattr(module, "tqdm_notebook", None)
-    if bar is not None:
-        _turn_to_text(bar)
 
 
 def _turn_to_text(bar: Any) -> None:

@@ -162,12 +162,6 @@ class Requests:
         return bytes(self._data[start : self._at])
 
 
-def check_greeting(said: Request) -> None:
-    """Raise ValueError if this is not the request that every torch client sends first."""
-    if (said.asked, said.number) != (Asked.VALIDATE, _MAGIC):
-        raise ValueError("no client of torch's store")
-
-
 def _bounded(number: int, most: int) -> int:
     """Return the number. ValueError if it is larger than in any valid request."""
     if number > most:
@@ -195,9 +189,9 @@ class StoreConnection:
             for request in self._requests.feed(piece):
                 if self._greeted:
                     self._do(request)
-                else:
-                    check_greeting(request)
-                    self._greeted = True
+                elif (request.asked, request.number) != (Asked.VALIDATE, _MAGIC):
+                    raise ValueError("no client of torch's store")
+                self._greeted = True
         except UnknownRequestError as error:
             if self._greeted:  # else it may be a port scanner
                 _tell_of_unknown(str(error))

@@ -18,7 +18,7 @@ from mlaunch.base.text import printable
 from mlaunch.engines.caller.machines import printable_line
 from mlaunch.machines.agent import LinkedPeers
 from mlaunch.machines.gate import GateConfig
-from mlaunch.machines.gate.roster import RoleRanks, Roster, placed, role_ranks
+from mlaunch.machines.gate.roster import Roster, placed, role_ranks
 from mlaunch.machines.wire import Join, agreed_of_record, control_protocol, failure_of_record, shortened
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.spec import Agreed, Rendezvous
@@ -48,7 +48,7 @@ def test_machines_that_are_counted_get_their_ranks_in_their_order() -> None:
 
 def test_roles_are_counted_by_themselves() -> None:
     machines = [counted(0, 1, role="a"), counted(1, 2, role="b"), counted(2, 4, role="a")]
-    assert role_ranks(machines) == [RoleRanks(0, 5), RoleRanks(0, 2), RoleRanks(1, 5)]
+    assert role_ranks(machines) == [(0, 5), (0, 2), (1, 5)]
 
 
 def roster_of(*joins: Join) -> Roster:

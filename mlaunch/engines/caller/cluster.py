@@ -24,8 +24,8 @@ from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.output_plan import OutputPlan
 from mlaunch.core.records import Need
 from mlaunch.engines.caller.engine_launch import (
+    AllServers,
     MachinesLaunch,
-    StartedLaunch,
     Work,
     call_on_machines,
     with_hosts,
@@ -37,6 +37,7 @@ from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import LaunchSpec
 
 if TYPE_CHECKING:
+    from mlaunch.caller.launch.handle import LaunchHandle
     from mlaunch.caller.launch.settle import Ended, Steps
     from mlaunch.ranks.caller.ranks_launch import RanksLaunch, StayRules
     from mlaunch.sweeps.caller.run_future import RunStatus
@@ -267,22 +268,22 @@ class HeldPart(PlacedMachines):
         if around is not None:
             work = dataclasses.replace(work, argv=around.argv, path=around.sys_path, surroundings=around)
 
-        def start() -> StartedLaunch:
+        def start() -> tuple[LaunchHandle, AllServers]:
             # Ranks of keep= stay there between trials, and would share the devices.
             self._holder.make_room(self.machines)
             return MachinesLaunch(self, options, work, plan, number).start_it()
 
-        started = yield from _elsewhere(start, status)
+        handle, servers = yield from _elsewhere(start, status)
         try:
             try:
-                with follows(status, started.handle):
-                    ended = yield from started.handle.drive()
+                with follows(status, handle):
+                    ended = yield from handle.drive()
             finally:
-                started.handle.close()
+                handle.close()
         except BaseException:
-            started.close()
+            servers.close()
             raise
-        yield from _elsewhere(started.close, status)
+        yield from _elsewhere(servers.close, status)
         return ended
 
     def call(

@@ -88,14 +88,6 @@ class _MachinesHandle(LaunchHandle):
 
 
 @dataclass(frozen=True)
-class StartedLaunch:
-    """A launch that has started. ``close``: waits for its machines' last records, for a few seconds at most."""
-
-    handle: LaunchHandle
-    close: Callable[[], None]
-
-
-@dataclass(frozen=True)
 class Work:
     """The work of the ranks. ``argv`` and ``path``: their ``sys.argv``, and ``sys.path`` after the machine's own.
 
@@ -122,25 +114,25 @@ class MachinesLaunch:
 
     def steps(self) -> Steps:
         """Run the launch to its end; see ``call_on_machines``."""
-        started = self.start_it()
+        handle, servers = self.start_it()
         try:
             if self.number.parts is not None:
-                started.handle.attach(self.number.parts)
-            return (yield from started.handle.drive())
+                handle.attach(self.number.parts)
+            return (yield from handle.drive())
         finally:
-            started.handle.close()
-            started.close()
+            handle.close()
+            servers.close()
 
-    def start_it(self) -> StartedLaunch:
-        """Make the machines start the launch. Drive the returned handle to its end, close it, then call ``close``."""
+    def start_it(self) -> tuple[LaunchHandle, AllServers]:
+        """Make the machines start the launch. Drive the returned handle to its end, then close it and the servers."""
         spec, history = self._begin()
-        merged = self._merged(MergedAgent, spec, self._patience(spec, spec.seconds))
+        merged = self._merged(MergedAgent, spec, spec.seconds)
         relay = Relay(self.output(spec, history.hosts), spec.world_size, self.number.restart_count, ends_come=True)
         servers = AllServers(self.placed, merged)
         handle = _MachinesHandle(spec, servers, merged.channel, relay, history)
         handle.outcome.hosts, handle.seen_as = history.hosts, merged.inspection.launch.launch_id
         merged.start()
-        return StartedLaunch(handle, servers.close)
+        return handle, servers
 
     def _begin(self) -> tuple[LaunchSpec, History]:
         """Make the machines start the launch; return its spec and history."""
@@ -165,16 +157,14 @@ class MachinesLaunch:
             raise
         return spec, history
 
-    def _merged(self, kind: type[M], spec: LaunchSpec, times: Patience) -> M:
+    def _merged(self, kind: type[M], spec: LaunchSpec, deadline: float | None) -> M:
         machines = self.placed.machines
+        times = Patience(spec.grace_period + END_TIMEOUT, deadline, self.placed.heartbeat_timeout)
         # Another ID: if this machine is one of them, its part of the launch is listed, too.
         inspection = MachinesInspection(replace(spec, launch_id=new_launch_id()), machines)
         merged = kind(machines, spec.world_size, self.placed.end_of, times, inspection)
         merged.parts = self.number.parts
         return merged
-
-    def _patience(self, spec: LaunchSpec, deadline: float | None) -> Patience:
-        return Patience(spec.grace_period + END_TIMEOUT, deadline, self.placed.heartbeat_timeout)
 
     def _question(self) -> AskOffer:
         given = {known.name: getattr(self.options, known.name) for known in fields(self.options)}

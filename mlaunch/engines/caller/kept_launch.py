@@ -203,7 +203,7 @@ class _RanksLaunch(MachinesLaunch):
 
     def start(self, after: Callable[[], None]) -> _KeptMachinesHandle:
         spec, history = self._begin()
-        merged = self._merged(KeptAgents, spec, self._patience(spec, None))
+        merged = self._merged(KeptAgents, spec, None)
         plan = self.output(spec, history.hosts)
         servers = _Servers(self.placed, merged, after)
         handle = _KeptMachinesHandle(

@@ -54,7 +54,7 @@ class MachinesInspection:
     """
 
     def __init__(self, spec: LaunchSpec, machines: Sequence[Machine]) -> None:
-        self._spec = spec
+        self.launch = spec
         self._machines = machines
         self._start = time.monotonic()
         self._questions: dict[int, _Asked] = {}
@@ -82,11 +82,6 @@ class MachinesInspection:
         """The process that has asked for the launch's end; None if none has."""
         return self._reception.stopped_by
 
-    @property
-    def launch(self) -> LaunchSpec:
-        """The launch that is inspected."""
-        return self._spec
-
     def take_request(self) -> int | None:
         """Return, once, the process that asks for a stop at a step that the ranks agree on; None if none does."""
         request = self._reception.take_request()
@@ -113,8 +108,8 @@ class MachinesInspection:
         """Return in words why ranks cannot be debugged from here."""
         hosts = ", ".join(sorted({machine.host for machine in self._machines}))
         return (
-            f"the ranks of {self._spec.call.name} were started by an engine on {hosts}, which mlaunch debug does not "
-            f"reach from here. Run it on the rank's machine: mlaunch debug {self._spec.launch_id[:_ID_SHOWN]} RANK"
+            f"the ranks of {self.launch.call.name} were started by an engine on {hosts}, which mlaunch debug does not "
+            f"reach from here. Run it on the rank's machine: mlaunch debug {self.launch.launch_id[:_ID_SHOWN]} RANK"
         )
 
     def obey(self, record: AgentHears, there: Sequence[Machine], launcher: AgentsEnd) -> bool:
@@ -163,16 +158,16 @@ class MachinesInspection:
             known = question.found.get(machine.number) or [self._unknown(rank, machine) for rank in machine.ranks]
             ranks += [{**rank, "host": machine.host} for rank in known]
         return {
-            "id": self._spec.launch_id,
-            "function": self._spec.call.name,
+            "id": self.launch.launch_id,
+            "function": self.launch.call.name,
             "age": round(time.monotonic() - self._start, 3),
             "caller": os.getpid(),
             "agent": os.getpid(),
             "cwd": self._cwd,
-            "argv": list(self._spec.context.argv),
-            "source": self._spec.context.source,
-            "world_size": self._spec.world_size,
-            "restart_count": self._spec.restarts.count,
+            "argv": list(self.launch.context.argv),
+            "source": self.launch.context.source,
+            "world_size": self.launch.world_size,
+            "restart_count": self.launch.restarts.count,
             "features": question.features,
             "ranks": ranks,
         }

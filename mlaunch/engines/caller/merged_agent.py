@@ -204,10 +204,6 @@ class MergedAgent:
         self._lost = True
         self._tell(failure)
 
-    def _hear_part(self, record: PartSays) -> None:
-        if self.parts is not None:
-            self.parts.heard(record.feature, record.news)
-
     def _take(self, machine: Machine, record: MemberSays, content: int) -> None:
         if isinstance(record, Printed):
             self._backlog.add(record.rank, record.stream, record.data)
@@ -216,7 +212,8 @@ class MergedAgent:
         elif isinstance(record, FromAgent):
             self._take_from_agent(machine, record.record, content)
         elif isinstance(record, PartSays):
-            self._hear_part(record)
+            if self.parts is not None:
+                self.parts.heard(record.feature, record.news)
         elif isinstance(record, ServerEnded):
             self._fail(_lost(record.what, machine, "the fork server"))
             self._send(Cancel(), but=machine)

@@ -203,7 +203,7 @@ class _OnNodes(Placement):
         """Return why the machine was lost, as the job's state, the node's state and srun tell; "" if unknown."""
         node = self._allocation.nodes[machine]
         ended = self._processes.fate(machine, f"srun on {node}")
-        return self._allocation.fate(node) or ended
+        return fate_of(self._shell, self._allocation.job, node) or ended
 
     def cancel(self) -> None:
         self._allocation.release()  # first, since the rest may be interrupted; the job ends after its members
@@ -285,10 +285,6 @@ class Allocation:
     def _words(self) -> list[str]:
         return [line for line in self._said.splitlines() if line and not line.startswith(self._name)]
 
-    def fate(self, node: str) -> str:
-        """Return in words what ended the job, or what is wrong with a node; "" if nothing is."""
-        return fate_of(self._shell, self.job, node)
-
     def preempted(self) -> bool:
         """True if Slurm has preempted the job, or has asked it to end for another job."""
         known = self._shell.ask("scontrol", "--oneliner", "show", "job", self.job)
@@ -344,10 +340,6 @@ class Existing:
 
     def state(self) -> str:
         return ""
-
-    def fate(self, node: str) -> str:
-        """Return in words what ended the job, or what is wrong with a node; "" if nothing is."""
-        return fate_of(self._shell, self.job, node)
 
     def preempted(self) -> bool:
         """Return False: this process ends with the job."""

@@ -173,8 +173,8 @@ class Gate:
             "secret": secrets.token_hex(16),
         }
         roles = role_ranks(joins)
-        for index, (member, join, role) in enumerate(zip(ordered, joins, roles, strict=True)):
-            own = {"node_rank": index, "rank_start": join.rank_start, "role_start": role.start, "role_size": role.size}
+        for index, (member, join, (start, size)) in enumerate(zip(ordered, joins, roles, strict=True)):
+            own = {"node_rank": index, "rank_start": join.rank_start, "role_start": start, "role_size": size}
             member.join, member.number = join, index
             self._stop.add(index, member.writer)
             control_protocol.post(member.writer, control_protocol.encode({"plan": {**plan, **own}}))

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.text import first_bytes, name_ranks
 from mlaunch.machines.wire import Join
 
@@ -104,14 +103,6 @@ class Roster:
         return first_bytes(f"{machines} joined ({names}); {lacking} missing", _SENTENCE)
 
 
-@frozen_record
-class RoleRanks:
-    """The place of a machine's ranks among all ranks of the same role: the first one's number, and how many all are."""
-
-    start: int
-    size: int
-
-
 def placed(joined: Sequence[Join]) -> list[Join]:
     """Return all machines of a launch in order. Counted machines also get their first rank and the world size."""
     ordered = sorted(joined, key=lambda machine: machine.place)
@@ -124,14 +115,14 @@ def placed(joined: Sequence[Join]) -> list[Join]:
     ]
 
 
-def role_ranks(ordered: Sequence[Join]) -> list[RoleRanks]:
-    """Return the place of each machine's ranks among all ranks of their role."""
+def role_ranks(ordered: Sequence[Join]) -> list[tuple[int, int]]:
+    """Return the place of each machine's ranks among all of their role: the first one's number, and how many all are."""
     sizes: Counter[str] = Counter()
     starts = []
     for machine in ordered:
         starts.append(sizes[machine.role])
         sizes[machine.role] += machine.n_gpus
-    return [RoleRanks(start, sizes[machine.role]) for machine, start in zip(ordered, starts, strict=True)]
+    return [(start, sizes[machine.role]) for machine, start in zip(ordered, starts, strict=True)]
 
 
 def _span(join: Join) -> tuple[int, int]:
