@@ -1,4 +1,4 @@
-"""The command ``mlaunch``: its parser without the flags of ``mlaunch run``, checks of values, completion.
+"""The command ``mlaunch``: its parser without the flags of ``mlaunch run``, and completion.
 
 Its parts are imported when chosen: each would cost ``run`` a tenth of its start.
 """
@@ -9,7 +9,6 @@ import argparse
 import atexit
 import importlib
 import io
-import math
 import os
 import shlex
 import sys
@@ -135,40 +134,14 @@ def refuse_script(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> 
         parser.error(f"{first}: no command of mlaunch; to run a script: mlaunch run {shlex.join(arguments)}")
 
 
-# Values of flags: checked, or refused with what is allowed
-
-
 class UsageError(ValueError):
     """A wrong command line; the text is for its author."""
-
-
-def numbers(name: str, text: str) -> tuple[int, ...]:
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() for part in parts):
-        raise UsageError(f"{name} {text}: allowed: numbers with commas between them")
-    return tuple(map(int, parts))
 
 
 def at_least(lowest: int, name: str, value: int) -> int:
     if value < lowest:
         raise UsageError(f"{name} {value}: allowed: {lowest} or more")
     return value
-
-
-def seconds_of(name: str, value: float | str) -> float:
-    seconds = number(value)
-    if not seconds > 0:
-        raise UsageError(f"{name} {value}: allowed: seconds, more than 0")
-    return seconds
-
-
-def number(value: float | str) -> float:
-    """Return the number; NaN, which is in no range, for other texts and infinities."""
-    try:
-        number = float(value)
-    except ValueError:
-        return math.nan
-    return number if math.isfinite(number) else math.nan
 
 
 # Texts made from the flags: completion for shells (``--print-completion``), and the page of ``man mlaunch``

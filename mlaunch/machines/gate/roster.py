@@ -116,7 +116,7 @@ def placed(joined: Sequence[Join]) -> list[Join]:
 
 
 def role_ranks(ordered: Sequence[Join]) -> list[tuple[int, int]]:
-    """Return the place of each machine's ranks among all of their role: the first one's number, and how many all are."""
+    """Return each machine's place among all ranks of its role: the number of its first one, and how many all are."""
     sizes: Counter[str] = Counter()
     starts = []
     for machine in ordered:

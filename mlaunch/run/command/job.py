@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import math
 import os
 import re
 import shlex
@@ -24,7 +25,7 @@ from mlaunch.base.log import log
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output import log_files
 from mlaunch.caller.output.output_plan import STREAMS, OutputPlan, Policy
-from mlaunch.cli import UsageError, at_least, number, numbers, seconds_of
+from mlaunch.cli import UsageError, at_least
 from mlaunch.protocol import token as tokens
 from mlaunch.protocol.spec import Target
 from mlaunch.run.command.flags import options_of
@@ -102,7 +103,7 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
     """Return the job of the flags; UsageError if they do not fit together, or name what does not exist."""
     kind, target, path = _what(args)
     extra = () if args.use_env else ("--local-rank=${local_rank}",)
-    devices = numbers("--devices", args.devices) if args.devices else None
+    devices = _numbers("--devices", args.devices) if args.devices else None
     nodes = _nodes(args.nnodes or "1")
     conf = _conf(args.rdzv_conf or "")
     host, port, node_rank = _meeting(args, nodes, conf)
@@ -121,7 +122,7 @@ def job_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Job:
         port=port,
         token=_token_of(args.token_file, environ),
         asked=Options(
-            join_timeout=seconds_of("--rdzv-conf", conf.get("join_timeout", conf.get("timeout", _JOIN_TIMEOUT))),
+            join_timeout=_join_timeout_of(conf),
             grace_period=_grace_period_of(args.shutdown_timeout, environ),
             **options_of(args),
         ),
@@ -278,8 +279,32 @@ def _conf(text: str) -> dict[str, str]:
 # Values of single flags
 
 
+def _numbers(name: str, text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise UsageError(f"{name} {text}: allowed: numbers with commas between them")
+    return tuple(map(int, parts))
+
+
 def _optional(name: str, text: str | None) -> int | None:
-    return None if text is None else numbers(name, text)[0]
+    return None if text is None else _numbers(name, text)[0]
+
+
+def _number(value: float | str) -> float:
+    """Return the number; NaN, which is in no range, for other texts and infinities."""
+    try:
+        number = float(value)
+    except ValueError:
+        return math.nan
+    return number if math.isfinite(number) else math.nan
+
+
+def _join_timeout_of(conf: Mapping[str, str]) -> float:
+    given = conf.get("join_timeout", conf.get("timeout", _JOIN_TIMEOUT))
+    seconds = _number(given)
+    if not seconds > 0:
+        raise UsageError(f"--rdzv-conf {given}: allowed: seconds, more than 0")
+    return seconds
 
 
 def _grace_period_of(given: float | None, environ: Mapping[str, str]) -> float:
@@ -287,7 +312,7 @@ def _grace_period_of(given: float | None, environ: Mapping[str, str]) -> float:
     if given is None:
         name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
         value = environ.get(name, _SHUTDOWN_TIMEOUT)
-    seconds = number(value)
+    seconds = _number(value)
     if not seconds >= 0:
         raise UsageError(f"{name} {value}: allowed: seconds, 0 or more")
     return seconds
@@ -398,7 +423,7 @@ class OutputFlags:
 def output_flags_of(args: argparse.Namespace, environ: Mapping[str, str]) -> OutputFlags:
     only = None
     if args.local_ranks_filter:
-        only = frozenset(numbers("--local-ranks-filter", args.local_ranks_filter))
+        only = frozenset(_numbers("--local-ranks-filter", args.local_ranks_filter))
     redirects, tee = _of_rank("--redirects", args.redirects), _of_rank("--tee", args.tee)
     prefix = args.log_line_prefix_template or environ.get(_PREFIX_VARIABLE) or _PREFIX
     return OutputFlags(redirects, tee, only, args.log_dir, prefix)
