@@ -19,6 +19,7 @@ import pytest
 from mlaunch.features import FEATURES, OPTIONS
 from mlaunch.rank.setup import device
 from tests.conftest import ROOT
+from tests.sources import nodes_of, tree_of
 
 MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -92,11 +93,6 @@ def room_of(module: str) -> int:
     _, name, file, *_ = [*module.split("."), "__init__", ""]
     name = ROOM_OF_FILE.get(file, "base") if name in NAMES else ROOM_OF_NAME.get(name, name)
     return ROOMS.index(name) if name in ROOMS else ROOMS.index("top")
-
-
-@functools.cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
 
 
 @functools.cache
@@ -255,7 +251,7 @@ def test_no_circle_of_modules() -> None:
 def functions_of(path: Path) -> list[tuple[str, int, int]]:
     """(name, lines of the body without the docstring, parameters without self)."""
     found = []
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             body = node.body[1:] if ast.get_docstring(node) else node.body
             size = (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
@@ -315,7 +311,7 @@ def test_the_versions_that_are_promised() -> None:
 
 def test_no_assertion_guards_a_user() -> None:
     for path in (ROOT / "mlaunch").rglob("*.py"):
-        assert not [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Assert)], path
+        assert not [node for node in nodes_of(path) if isinstance(node, ast.Assert)], path
 
 
 def lacks_encoding(call: ast.Call) -> bool:
@@ -342,7 +338,7 @@ def test_texts_have_their_encoding() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in paths
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.Call) and lacks_encoding(node)
     ]
     assert not found

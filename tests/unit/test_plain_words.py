@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from mlaunch.cli import mlaunch_parser
 from mlaunch.run.command import flags
 from tests.conftest import ROOT
+from tests.sources import nodes_of
 
 INSTEAD = "CONTRIBUTING.rst, 'Plain English', has what to write instead"
 
@@ -55,8 +56,9 @@ def helps(parser: argparse.ArgumentParser, name: str = "mlaunch") -> Iterator[tu
 def strings() -> Iterator[tuple[str, str]]:
     """Docstrings, messages and other texts of the package."""
     for path in (ROOT / "mlaunch").rglob("*.py"):
-        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        found = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        found = [
+            node.value for node in nodes_of(path) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        ]
         yield str(path.relative_to(ROOT)), "\n\n.\n\n".join(found)
 
 
@@ -95,7 +97,7 @@ THIRD_PERSON = re.compile(r"(?!This\b|Its\b|As\b|Ranks\b|\w+ss\b)([A-Z][a-z]+s\b
 def docstrings() -> Iterator[tuple[str, ast.AST, str]]:
     """The place, the owner and the text of each docstring of the package."""
     for path in (ROOT / "mlaunch").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 text = ast.get_docstring(node)
                 if text:

@@ -6,12 +6,12 @@ import ast
 import functools
 import inspect
 import re
-from pathlib import Path
 
 import pytest
 
 from mlaunch.rank import launcher_variables
 from tests.conftest import ROOT
+from tests.sources import nodes_of
 
 BLANK = "…"
 # What was given is named first.
@@ -70,14 +70,13 @@ def text_of(node: ast.expr) -> str:
 
 @functools.cache
 def nodes() -> list[ast.AST]:
-    trees = [ast.parse(path.read_text()) for path in Path(ROOT, "mlaunch").rglob("*.py")]
-    return [node for tree in trees for node in ast.walk(tree)]
+    return [node for path in (ROOT / "mlaunch").rglob("*.py") for node in nodes_of(path)]
 
 
 @functools.cache
-def texts() -> list[str]:
+def texts() -> set[str]:
     """Returns all strings of the source, short ones and docstrings too."""
-    return [text_of(node) for node in nodes() if isinstance(node, (ast.Constant, ast.JoinedStr))]
+    return {text_of(node) for node in nodes() if isinstance(node, (ast.Constant, ast.JoinedStr))}
 
 
 def raised() -> set[str]:
