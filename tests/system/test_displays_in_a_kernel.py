@@ -7,11 +7,12 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.conftest import ROOT
-from tests.kernels import Kernel
+from tests.kernels import Kernel, Ran
 
 pytestmark = [pytest.mark.slow, pytest.mark.dear("a kernel of Jupyter is a fresh interpreter, and has ranks")]
 FIRST = """
@@ -158,3 +159,43 @@ def test_an_interrupt_at_any_moment_shows_no_frames_of_ours(ranks: Kernel) -> No
         assert not re.search(r"\bmlaunch/\w+/", stopped.error), stopped.error
     assert {error["ename"] for error in shown} == {"KeyboardInterrupt"}
     assert ranks.run("%%ranks\nkept").result == "5"
+
+
+DRAW = """
+import pytest
+from tests import launches
+launches.be_patient(pytest.MonkeyPatch(), "slow import", 0)  # matplotlib's may take long on a busy machine
+def draw():
+    print("before")
+    display(HTML("<b>1</b>"))
+    print("after")
+    import matplotlib.pyplot
+    matplotlib.pyplot.plot([1, 2])
+    matplotlib.pyplot.show()
+"""
+ONCE = "_ = launcher(draw, 1, device_type='cpu', progress=False, output={output!r})()"
+TWICE = """
+with Ranks(n_gpus=2, device_type="cpu", progress=False, output="rank0") as own:
+    for _ in range(2):
+        own.run(draw)
+"""
+
+
+def in_order(ran: Ran) -> list[Any]:
+    """The texts that a cell prints and the forms of what it displays, as a front end puts them below it."""
+    found: list[Any] = []
+    for kind, content, _ in ran.messages:
+        if kind == "display_data":
+            found.append(sorted(content["data"]))
+        elif kind == "stream":
+            joins = found and isinstance(found[-1], str)
+            found.append((found.pop() if joins else "") + content["text"])
+    return found
+
+
+def test_displays_of_rank_0_stand_between_the_lines_of_the_cell(kernel: Kernel) -> None:
+    pytest.importorskip("matplotlib")
+    assert kernel.run(DRAW).error == ""
+    shown, hidden, kept = (kernel.run(cell) for cell in (ONCE.format(output="all"), ONCE.format(output="none"), TWICE))
+    wanted = ["[0] before\n", HTML, "[0] after\n", ["image/png", "text/plain"]]
+    assert (in_order(shown), in_order(hidden), in_order(kept)) == (wanted, [], wanted * 2)

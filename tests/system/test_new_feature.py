@@ -35,7 +35,7 @@ if __name__ == "__main__":
 @pytest.mark.fresh
 def test_a_new_feature_is_a_folder_and_a_line(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="it starts ranks")
-    shutil.copytree(ROOT / "mlaunch", tmp_path / "mlaunch", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "mlaunch", tmp_path / "mlaunch")  # compiled, so that its processes need not do it again
     shutil.copytree(ROOT / "docs" / "listings" / "counting", tmp_path / "mlaunch" / "counting")
     page = (ROOT / "docs" / "features.rst").read_text()
     (line,) = re.findall(r'^    (Feature\("counting", .*,)$', page, re.MULTILINE)

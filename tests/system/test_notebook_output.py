@@ -36,40 +36,6 @@ def test_the_place_of_the_lines_that_change(tmp_path: Path, progress: bool) -> N
     assert outputs == [{"type": "display_data", "text": "", "forms": ["text/plain"]}] * progress + [printed]
 
 
-DISPLAY = """
-from IPython.display import HTML
-def show():
-    print("before")
-    display(HTML("<b>1</b>"))
-    print("after")
-    import matplotlib.pyplot
-    matplotlib.pyplot.plot([1, 2])
-    matplotlib.pyplot.show()
-_ = launcher(show, 1, progress=False, output={output!r})()
-"""
-RANKS = """
-from mlaunch import Ranks
-with Ranks(n_gpus=2, progress=False, output="rank0") as ranks:
-    for _ in range(2):
-        ranks.run(show)
-"""
-
-
-def test_displays_of_rank_0_stand_in_the_cell(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    quiet = "from mlaunch.caller.launch import call; call._TOLD_AT = 0\n"  # an import may take long on a busy machine
-    cells = [quiet + CELL.format(progress=False), DISPLAY.format(output="all"), DISPLAY.format(output="none"), RANKS]
-    _, shown, hidden, kept = json.loads(run(tmp_path, EXECUTE, *cells))
-    printed, figure = {"type": "stream", "forms": []}, {"type": "display_data", "text": ""}
-    wanted = [
-        {**printed, "text": "[0] before\n"},
-        {**figure, "forms": ["text/plain", "text/html"]},
-        {**printed, "text": "[0] after\n"},
-        {**figure, "forms": ["text/plain", "image/png"]},
-    ]
-    assert (shown, hidden, kept) == (wanted, [], wanted * 2)
-
-
 WATCHED = """
 import os, pathlib, threading
 from mlaunch import launcher, progress
