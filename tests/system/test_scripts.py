@@ -24,7 +24,7 @@ from tests.processes import children
 from tests.users import users_environ
 
 
-@pytest.mark.nightly
+@pytest.mark.dear("it trains, as the README's first command does")
 @pytest.mark.slow
 def test_the_digits_example() -> None:
     done = subprocess.run(
