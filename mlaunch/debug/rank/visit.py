@@ -47,7 +47,7 @@ def begin(fd: int, rank: int, who: str) -> None:
         _present[0].end()
     visit = Visit(channel, rank, who)
     _present.append(visit)
-    visit.arm()
+    _in_main_thread(visit.stop)
 
 
 def end() -> None:
@@ -65,10 +65,6 @@ class Visit(Debugger):
         self._channel = channel
         self._talk = VisitorsTalk(channel, rank)
         self._hooks: tuple[Any, Any] | None = None  # as they were before
-
-    def arm(self) -> None:
-        """Ask the main thread to stop."""
-        _in_main_thread(self._stop)
 
     def make_debugger(self) -> RankPdb:
         return VisitorsPdb(self._talk, self)
@@ -94,7 +90,8 @@ class Visit(Debugger):
         if not any(isinstance(one, VisitorsPdb) and one.asks for one in list(self._of_threads.values())):
             self._channel.close()
 
-    def _stop(self, frame: FrameType | None) -> None:
+    def stop(self, frame: FrameType | None) -> None:
+        """Stop the main thread at its next line."""
         # The visitor may have left before the main thread returned from C.
         if self not in _present or frame is None:
             return

@@ -33,6 +33,7 @@ _numbers = itertools.count(1)  # of tests and of steps for fixtures
 _REMEMBERED = 20  # tests
 _GRACE = 2.0  # seconds; not the launcher's 5: a test that hangs is not saving anything
 _SETS_ON_CPUS = 4
+_IN_STEP = "the ranks are in step, and the next test runs on them"
 
 
 @dataclasses.dataclass
@@ -81,11 +82,11 @@ class SharedRanks:
         self._options: dict[float | None, Options] = {}
         self._resident: int | None = None
         self.deadline = float(config.getoption("ranks_deadline") or config.getini("ranks_deadline"))
-        self._place = new_ranks.WorkerDevices(shape, self.deadline * new_ranks.count_workers())
+        self.devices = new_ranks.WorkerDevices(shape, self.deadline * new_ranks.count_workers())
         try:
             self.ranks = self._started()
         except BaseException:
-            self._place.close()
+            self.devices.close()
             raise
         self._board, self._log = wire.new_barrier_files(shape.size)
         try:
@@ -105,14 +106,14 @@ class SharedRanks:
             # Lost ranks are replaced here: new ones must begin with the configuration, and the test's report says so.
             restart=False,
             n_gpus=self.shape.size,
-            devices=self._place.devices,
+            devices=self.devices.devices,
             device_type=self.shape.device_type,
             backend=self.shape.backend,
             numa=self.shape.numa,
             numa_memory=self.shape.numa_memory,
             grace_period=_GRACE,
             progress=False,
-            env={**new_ranks.share_of_cores(self.shape.size), **self._place.environ},
+            env={**new_ranks.share_of_cores(self.shape.size), **self.devices.environ},
         )
 
     def _load_latest(self, like: SharedRanks) -> None:
@@ -129,11 +130,6 @@ class SharedRanks:
         except Exception:  # what a module has raised, too; ranks that start now will say it again
             return False
         return not self.gone
-
-    @property
-    def is_due(self) -> bool:
-        """True if it is time to give its devices to another xdist worker."""
-        return self._place.are_due()
 
     @property
     def gone(self) -> bool:
@@ -163,7 +159,8 @@ class SharedRanks:
             report = report_of(error)
             if report is None or isinstance(error, RanksLost):
                 raise
-            return self._findings(error, report, test)
+            after = "the next test gets new ranks" if self.gone else _IN_STEP
+            return findings_of(error, report, test, self.shape.size, self._log, after)
         return Findings(self.shape.size, dict(enumerate(values)))
 
     def _load(self, test: RankTest) -> None:
@@ -180,10 +177,6 @@ class SharedRanks:
         warn_of(findings)
         self.is_out_of_step |= is_out_of_step(findings)
         raise_of(judge(findings))
-
-    def _findings(self, error: Exception, report: LaunchError, test: RankTest) -> Findings:
-        after = "the next test gets new ranks" if self.gone else "the ranks are in step, and the next test runs on them"
-        return findings_of(error, report, test, self.shape.size, self._log, after)
 
     def given(self, value: Any) -> Any:
         """Return what to send for a value: a handle if these ranks hold it, or the value."""
@@ -233,7 +226,7 @@ class SharedRanks:
                 self._end(fixture)
         self.fixtures.clear()
         self.ranks.terminate()
-        self._place.close()
+        self.devices.close()
         for fd in (self._board, self._log):
             os.close(fd)
 
@@ -363,7 +356,7 @@ class RankPool:
 
     def give_back(self) -> None:
         """End the sets whose devices other xdist workers wait for. Call it between two tests."""
-        for shape in [shape for shape, shared in self.sets.items() if shared.is_due]:
+        for shape in [shape for shape, shared in self.sets.items() if shared.devices.are_due()]:
             self.drop(shape)
 
     def close(self) -> None:

@@ -184,9 +184,6 @@ class PerRankFixtures(contextlib.ExitStack):
         self.callback(mocker.stopall)
         return mocker
 
-    def _recwarn(self) -> pytest.WarningsRecorder:
-        return self.enter_context(pytest.WarningsRecorder(_ispytest=True))
-
     def _capture(self, kind: type[Any], **config: bool) -> pytest.CaptureFixture[Any]:
         request: Any = types.SimpleNamespace(config=self.config)
         options: dict[str, Any] = {"config": config} if config else {}  # which pytest 8.3 does not know yet
@@ -206,12 +203,6 @@ class PerRankFixtures(contextlib.ExitStack):
         caplog = pytest.LogCaptureFixture(item, _ispytest=True)
         self.callback(caplog._finalize)
         return caplog
-
-    def _record(self) -> Callable[[str, object], None]:
-        return lambda name, value: self.properties.append((name, value))
-
-    def _subtests(self) -> RankSubtests:
-        return RankSubtests(self.parts, self._place)
 
     def _request(self) -> RankRequest:
         facts = cast("RequestFacts", self._test.request)  # it comes where the test asks for it
@@ -296,16 +287,16 @@ def _apart() -> Iterator[logging.Logger]:
 
 _MAKE: dict[str, Callable[[PerRankFixtures], Any]] = {
     "monkeypatch": PerRankFixtures._monkeypatch,
-    "recwarn": PerRankFixtures._recwarn,
+    "recwarn": lambda own: own.enter_context(pytest.WarningsRecorder(_ispytest=True)),
     "capsys": lambda own: own._capture(_pytest.capture.SysCapture),
     "capsysbinary": lambda own: own._capture(_pytest.capture.SysCaptureBinary),
     "capteesys": lambda own: own._capture(_pytest.capture.SysCapture, tee=True),
     "capfd": lambda own: own._capture(_pytest.capture.FDCapture),
     "capfdbinary": lambda own: own._capture(_pytest.capture.FDCaptureBinary),
     "caplog": PerRankFixtures._caplog,
-    "record_property": PerRankFixtures._record,
+    "record_property": lambda own: lambda name, value: own.properties.append((name, value)),
     "mocker": PerRankFixtures._mocker,
-    "subtests": PerRankFixtures._subtests,
+    "subtests": lambda own: RankSubtests(own.parts, own._place),
     "request": PerRankFixtures._request,
     "pytestconfig": lambda own: own.config,
 }
