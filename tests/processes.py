@@ -105,11 +105,14 @@ def listen() -> socket.socket:
     return socket.create_server(("127.0.0.1", 0))
 
 
-def soon(so: Callable[[], bool], seconds: float = 30.0) -> bool:
-    """True once it is so; False if it is not in that time, for a test to say what is there instead."""
+def soon(so: Callable[[], bool], seconds: float = 30.0, every: float = 0.01) -> bool:
+    """True once it is so; False if it is not in that time, for a test to say what is there instead.
+
+    ``every``: seconds between two looks, for those that are expensive, such as a command.
+    """
     end = time.monotonic() + seconds
     while not (found := so()) and time.monotonic() < end:
-        signal.sigtimedwait([], 0.01)
+        signal.sigtimedwait([], every)
     return found
 
 

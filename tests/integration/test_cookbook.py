@@ -13,7 +13,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +22,7 @@ import pytest
 from tests.conftest import ROOT
 from tests.imported import IMPORTED
 from tests.integration.libraries import needs
+from tests.processes import soon
 from tests.system import commands, slurm
 from tests.users import users_environ
 
@@ -268,10 +268,7 @@ def test_a_debugger_in_a_rank(run: Run) -> None:
 def debug(path: str, commands: list[str]) -> list[str]:
     """Does what ``nc -U`` and a person do; returns what comes before each prompt."""
     with socket.socket(socket.AF_UNIX) as connection:
-        until = time.monotonic() + LIMIT
-        while connection.connect_ex(path) != 0:
-            assert time.monotonic() < until, "no debugger listens"
-            os.sched_yield()
+        assert soon(lambda: connection.connect_ex(path) == 0, LIMIT), "no debugger listens"
         connection.settimeout(LIMIT)
         with connection.makefile("rw") as stream:
             said = [answer(stream.read)]

@@ -45,9 +45,11 @@ def weights_of_one_process() -> list[torch.Tensor]:
     return weights
 
 
-def assert_same(ours: list[torch.Tensor]) -> None:
-    for mine, theirs in zip(ours, weights_of_one_process(), strict=True):
-        torch.testing.assert_close(mine, theirs)
+def assert_same(ranks: list[list[torch.Tensor]]) -> None:
+    alone = weights_of_one_process()
+    for ours in ranks:
+        for mine, theirs in zip(ours, alone, strict=True):
+            torch.testing.assert_close(mine, theirs)
 
 
 def test_distributed_data_parallel() -> None:
@@ -56,8 +58,7 @@ def test_distributed_data_parallel() -> None:
         step(model, dist.get_rank(), dist.get_world_size())
         return [parameter.detach() for parameter in model.module.parameters()]
 
-    for weights in launcher(train, 2, device_type="cpu")():
-        assert_same(weights)
+    assert_same(launcher(train, 2, device_type="cpu")())
 
 
 @pytest.mark.nightly
@@ -74,8 +75,7 @@ def test_fully_sharded() -> None:
         step(model, dist.get_rank(), dist.get_world_size())
         return [p.full_tensor().detach() for p in model.parameters() if isinstance(p, DTensor)]
 
-    for weights in launcher(train, 2, device_type="cpu")():
-        assert_same(weights)
+    assert_same(launcher(train, 2, device_type="cpu")())
 
 
 @pytest.mark.nightly

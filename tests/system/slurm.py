@@ -8,15 +8,15 @@ import secrets
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.processes import alive
+from tests.processes import alive, soon
 from tests.system.network import free_port
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "srun")
 _TIMEOUT = 60.0
+_EVERY = 0.1  # seconds between two commands that look
 
 _CONFIG = """
 ClusterName=tests
@@ -98,28 +98,28 @@ def _run(command: list[str], environ: dict[str, str]) -> str:
 
 
 def _wait_for_nodes(environ: dict[str, str]) -> None:
-    until = time.monotonic() + _TIMEOUT
     states = ""
-    while time.monotonic() < until:
-        done = subprocess.run(
-            ["sinfo", "-h", "-N", "-p", "main", "-o", "%T"],
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT,
-            check=False,
-        )
+
+    def idle() -> bool:
+        nonlocal states
+        command = ["sinfo", "-h", "-N", "-p", "main", "-o", "%T"]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
         states = done.stdout
-        if states.split() == ["idle", "idle"]:
-            return
-    raise TimeoutError(f"the nodes are not idle: {states}")
+        return states.split() == ["idle", "idle"]
+
+    if not soon(idle, _TIMEOUT, _EVERY):
+        raise TimeoutError(f"the nodes are not idle: {states}")
 
 
 def jobs_left(environ: dict[str, str]) -> list[str]:
     """Waits until no job is there, which the controller takes some seconds to complete; returns those that stay."""
-    until = time.monotonic() + _TIMEOUT
-    while (jobs := _run(["squeue", "-h"], environ).splitlines()) and time.monotonic() < until:
-        os.sched_yield()
+    jobs: list[str] = []
+
+    def none() -> bool:
+        jobs[:] = _run(["squeue", "-h"], environ).splitlines()
+        return not jobs
+
+    soon(none, _TIMEOUT, _EVERY)
     return jobs
 
 
@@ -131,6 +131,4 @@ def _end(folder: Path) -> None:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-        until = time.monotonic() + 5
-        while any(alive(pid) for pid in pids) and time.monotonic() < until:
-            os.sched_yield()
+        soon(lambda: not any(alive(pid) for pid in pids), 5)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from mlaunch import LaunchError, Ranks, RanksLost, launcher
 from tests import builds, launches, schema
 from tests.conftest import ROOT
+from tests.processes import wait_until
 from tests.users import users_environ
 
 HERE = os.path.basename(__file__)
@@ -58,13 +59,16 @@ def running(
 
     train.__qualname__ = name or train.__qualname__
     seen: dict[str, Any] = {}
+
+    def listens() -> bool:
+        seen["status"] = next(iter(launches.ask("status")), None)
+        return seen["status"] is not None
+
     ours = launcher(train, 3, **options)
     thread = threading.Thread(target=lambda: seen.update(returned=ours()))
     thread.start()
     there.read_text()
-    while not (found := launches.ask("status")):  # it listens some moments after its start
-        os.sched_yield()
-    seen["status"] = found[0]
+    wait_until(listens)  # which begins some moments after its start
     try:
         yield seen
     finally:
@@ -114,8 +118,7 @@ def test_ps_tells_what_runs_on_ranks_that_stay(tmp_path: Path, capsys: pytest.Ca
     with Ranks(n_gpus=1) as ranks:
         future = ranks.submit(step)
         there.read_text()
-        while not launches.ask("status"):
-            os.sched_yield()
+        wait_until(lambda: bool(launches.ask("status")))
         assert launches.command("ps") == 0
         assert capsys.readouterr().out.splitlines()[1].endswith(f" in {os.getcwd()}: runs step()")
         go.write_text("x")
@@ -220,8 +223,8 @@ def test_the_state_of_each_rank(tmp_path: Path, capsys: pytest.CaptureFixture[st
     with running(tmp_path) as seen:
         held = seen["status"]["ranks"][0]["pid"]
         os.kill(held, signal.SIGSTOP)
-        while "(it was stopped by a signal)" not in launches.ask("status")[0]["ranks"][0]["state"]:
-            os.sched_yield()
+        told = "(it was stopped by a signal)"
+        wait_until(lambda: told in launches.ask("status")[0]["ranks"][0]["state"])
         assert launches.command("stacks") == 0
         told = capsys.readouterr().out
         os.kill(held, signal.SIGCONT)
@@ -311,8 +314,7 @@ def stopping() -> Iterator[None]:
     """Ends the launch that the block makes, once it runs."""
 
     def stop() -> int:
-        while not launches.ask("status"):
-            os.sched_yield()
+        wait_until(lambda: bool(launches.ask("status")))
         return launches.command("stop")
 
     with ThreadPoolExecutor(1) as thread:
@@ -352,8 +354,7 @@ def test_stop_of_what_does_not_run(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "argument --caller: me: allowed: the number of a process" in told
     with running(tmp_path) as seen, Ranks(n_gpus=1) as ranks:
         ranks.run(int)
-        while len(launches.ask("status")) < 2:
-            os.sched_yield()
+        wait_until(lambda: len(launches.ask("status")) == 2)
         for words, told in (
             (["stop", "zz"], "mlaunch: no running launch has an ID that starts with 'zz'; running:\n"),
             (["stop"], " launches are running; say which one, such as mlaunch stop "),

@@ -17,7 +17,7 @@ import pytest
 
 from tests import builds, launches, schema
 from tests.imported import IMPORTED
-from tests.processes import alive, descendants
+from tests.processes import alive, descendants, wait_until
 from tests.sandboxes import memory_group
 from tests.system.commands import FRESH, MLAUNCH, environment, run, start, write
 from tests.system.network import free_port
@@ -369,9 +369,7 @@ def test_attempts_that_come_no_further(tmp_path: Path) -> None:
 def test_a_run_that_mlaunch_stop_ends(tmp_path: Path) -> None:
     """A program takes its own, by the pid of the command that it has started."""
     process = start(tmp_path, "--error-file", "why.json", write(tmp_path, "import signal\nwhile True: signal.pause()"))
-    while not any(launch["caller"] == process.pid for launch in launches.ask("status")):
-        assert process.poll() is None
-        os.sched_yield()
+    wait_until(lambda: any(launch["caller"] == process.pid for launch in launches.ask("status")))
     assert launches.command("stop", "--caller", str(process.pid)) == 0
     _, err = process.communicate(timeout=90)
     assert process.returncode == 143, err
