@@ -88,7 +88,7 @@ def examine() -> Iterator[Finding]:
     yield _open_files()
     yield _runtime_directory()
     yield _network()
-    yield from _of_features()
+    yield from (Finding(name, OK if is_well else NOTE, text) for name, is_well, text in load.findings())
     yield from _launches()
 
 
@@ -159,12 +159,6 @@ def _network() -> Finding:
         advice = "give other machines an address as master_ip"
         return Finding("network", NOTE, f"{interfaces}; this host's name {name} means {address} here: {advice}")
     return Finding("network", OK, f"{interfaces}; this host is {name}, {address}")
-
-
-def _of_features() -> Iterator[Finding]:
-    """Yield the findings of features."""
-    for name, is_well, text in load.findings():
-        yield Finding(name, OK if is_well else NOTE, text)
 
 
 def _launches() -> Iterator[Finding]:

@@ -104,8 +104,11 @@ def _status(*, as_json: bool) -> int:
     if as_json:
         print(json.dumps([_as_data(here, state) for state in found], indent=2))
         return 0
-    blocks = [[_row(state), *(f"  {line}" for line in [*_verdict(here, state), *state.notes])] for state in found]
-    print("\n\n".join("\n".join(lines) for lines in blocks) or "no warm fork server runs here")
+    blocks = [
+        [_row(state), *(_why_not(here, state) or ["serves all processes that start here"]), *state.notes]
+        for state in found
+    ]
+    print("\n\n".join("\n  ".join(lines) for lines in blocks) or "no warm fork server runs here")
     return 0
 
 
@@ -128,10 +131,6 @@ def _row(state: ZygoteState) -> str:
         f"a warm fork server (pid {state.pid}) with {_imports(state)}, {in_two_units(state.age)} old: {left}, "
         f"has served {state.served}{f', {in_bytes(memory)} of memory' if memory else ''}"
     )
-
-
-def _verdict(here: import_facts.Facts, state: ZygoteState) -> list[str]:
-    return _why_not(here, state) or ["serves all processes that start here"]
 
 
 def _why_not(here: import_facts.Facts, state: ZygoteState) -> list[str]:

@@ -91,16 +91,11 @@ def _phase(outcome: Outcome, history: History, waiting: str) -> str:
         return f"joining, {waiting}" if waiting else "starting"
     if outcome.failures or outcome.stopped:
         return "stopping"
-    phase = _phase_of_all(history.board, size)
+    phase = "running" if {history.board[local_rank] for local_rank in range(size)} <= _RUNNING else "starting"
     module = next(filter(None, (history.board.importing(local_rank) for local_rank in range(size))), "")
     if not module:
         return phase
     return f"{phase}, importing {module}{', which later calls find imported' if module in late_imports.NAMES else ''}"
-
-
-def _phase_of_all(board: Board, size: int) -> str:
-    phases = {board[local_rank] for local_rank in range(size)}
-    return "running" if phases <= _RUNNING else "starting"
 
 
 def _loops(board: Board | None, rank_start: int, size: int, since: float = 0.0) -> list[str]:

@@ -394,10 +394,6 @@ class Backlog:
             if rank in ranks:
                 self.add(rank, stream, b"")
 
-    def wait(self, other: int) -> bool:
-        """Wait until a pipe takes more, or ``other`` can be read; True if it can."""
-        return other in ready([other], self.blocked(), None)
-
     def ends(self) -> dict[tuple[int, int], int]:
         """Return for each pipe the position at which its output ends now."""
         return {key: pipe.written + len(pipe.waiting) for key, pipe in self._pipes.items()}
@@ -439,7 +435,7 @@ class Backlog:
         self.end(ranks)
         goes_on = True
         while goes_on and self.blocked():
-            if self.wait(other):
+            if other in ready([other], self.blocked(), None):
                 goes_on = hear()
             self.flush()
         self.close()

@@ -240,7 +240,9 @@ def _meeting(args: argparse.Namespace, nodes: int, conf: Mapping[str, str]) -> t
         port = 0 if nodes == 1 else _STATIC_PORT
     if not 0 <= port <= 65535 or (port == 0 and nodes > 1):
         raise UsageError(f"port {port} of the master: allowed: 1 to 65535")
-    rank = args.node_rank if args.node_rank is not None else _optional("--rdzv-conf rank", conf.get("rank"))
+    rank = args.node_rank
+    if rank is None and "rank" in conf:
+        rank = _numbers("--rdzv-conf rank", conf["rank"])[0]
     if rank is None:
         rank = 0 if nodes == 1 or args.rdzv_backend == "static" else _guess_rank(host, nodes, conf)
     return ("localhost" if nodes == 1 else host), port, rank
@@ -284,10 +286,6 @@ def _numbers(name: str, text: str) -> tuple[int, ...]:
     if not all(part.strip().isdecimal() for part in parts):
         raise UsageError(f"{name} {text}: allowed: numbers with commas between them")
     return tuple(map(int, parts))
-
-
-def _optional(name: str, text: str | None) -> int | None:
-    return None if text is None else _numbers(name, text)[0]
 
 
 def _number(value: float | str) -> float:

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 
 Attempts = Callable[[CallerParts], Steps]  # all attempts of a job; returns how the last one ended
-_OWN = "TORCHELASTIC_ERROR_FILE"  # differs between ranks although it names no rank
+# A rank's own variables: a single rank shares all others with itself.
+_OF_ONE_RANK = {"RANK", "LOCAL_RANK", "ROLE_RANK", "TORCHELASTIC_ERROR_FILE"}
 
 
 def spec_of(
@@ -262,11 +263,12 @@ def describe(job: Job, spec: LaunchSpec, environ: Mapping[str, str], runtime: st
     asked, size, first, world = job.asked, spec.local_world_size, spec.rank_start, spec.world_size
     ranks = [_environment(job, spec, local_rank, environ, runtime) for local_rank in range(size)]
     shared = {name: value for name, value in ranks[0].items() if all(rank.get(name) == value for rank in ranks)}
-    shared = {name: value for name, value in shared.items() if not _is_of_one(name)}
+    shared = {name: value for name, value in shared.items() if name not in _OF_ONE_RANK}
+    guess = f", if each machine has {size}" if job.nodes > 1 else ""  # the others' ranks are known only at the start
     lines = [
         f"command     {_command(job)}",
         f"directory   {job.path[0] if job.path else ''} comes first in sys.path",
-        f"ranks       {ranges(range(first, first + size), ', ')} of {world}{_guess(job, size)}",
+        f"ranks       {ranges(range(first, first + size), ', ')} of {world}{guess}",
         f"machines    {_machines(job)}",
         f"devices     {_devices(job, environ)}",
         f"threads     {_threads(size, environ)}",
@@ -280,11 +282,6 @@ def describe(job: Job, spec: LaunchSpec, environ: Mapping[str, str], runtime: st
     for rank in ranks:
         lines.append("  " + " ".join(f"{name}={value}" for name, value in rank.items() if name not in shared))
     return "\n".join(lines)
-
-
-def _guess(job: Job, size: int) -> str:
-    """Return the assumption about other machines, whose ranks are known only at the start."""
-    return f", if each machine has {size}" if job.nodes > 1 else ""
 
 
 def _environment(
@@ -303,11 +300,6 @@ def _environment(
     found.setdefault("OMP_NUM_THREADS", str(device.threads_of(spec.local_world_size)))
     del found[OWNER]  # the rank's own process
     return {name: value for name, value in found.items() if environ.get(name) != value or name == "OMP_NUM_THREADS"}
-
-
-def _is_of_one(name: str) -> bool:
-    """True for a rank's own variable: a single rank shares all others with itself."""
-    return name in {"RANK", "LOCAL_RANK", "ROLE_RANK", _OWN}
 
 
 def _command(job: Job) -> str:
