@@ -21,7 +21,7 @@ from benchmarks.measure import Row, alternate, compare, seconds
 from benchmarks.repeat import rss
 from benchmarks.work import floor, make_gib
 from mlaunch import Ranks, launcher
-from mlaunch.caller.server.warm_server import warm_server
+from mlaunch.caller.warm_server import warm_server
 
 _SIZE = 4
 _FLOOR = "a write and a read for each"

@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.measure import Row
 from benchmarks.work import reduce_once
 from mlaunch import launcher
-from mlaunch.caller.server.warm_server import warm_server
+from mlaunch.caller.warm_server import warm_server
 
 _CALLS = 500
 

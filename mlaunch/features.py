@@ -24,7 +24,7 @@ class Feature:
             ``part`` in ``rank.py``. With "agent.part", its part in the agent is made with the launch, not by the first
             record for it. ``core/parts.py`` lists all. A test compares them with the files.
         words: The requests to its part in the agent that visitors of a launch may send.
-        stands_in: Modules that its ``rank.py`` replaces as ranks import them (``rank/setup/process.py``).
+        stands_in: Modules that its ``rank.py`` replaces as ranks import them (``rank/process.py``).
         runs: Its files that run a function in a rank; a folder ends with a slash. Frames below them in a stack are
             mlaunch's (``base/frames.py``).
         around: Its files that a rank runs before and after a function, such as to wait for the next call. The place of

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from mlaunch.base import linux
-from mlaunch.caller.server.warm_server import warm_server
+from mlaunch.caller.warm_server import warm_server
 from mlaunch.protocol.settings import import_variables
 from tests.processes import descendants
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.frames import STACK_SIGNAL
 from mlaunch.caller import running_launches
-from mlaunch.caller.server.warm_server import preparation, warm_server
+from mlaunch.caller.warm_server import preparation, warm_server
 from mlaunch.protocol import registry
 from mlaunch.protocol.board import REPORTS_KEPT
 from mlaunch.protocol.messages import Phase
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import pytest
 
     from mlaunch import Held, Ranks, Sweep
-    from mlaunch.caller.server.fork_server import ForkServer
+    from mlaunch.caller.fork_server import ForkServer
     from mlaunch.engines.wire.frame_stream import FrameStream
     from mlaunch.protocol.board import Board
     from mlaunch.protocol.settings import Settings
@@ -46,8 +46,8 @@ THREAD_OF_RUNS = "mlaunch-runs"  # drives what was submitted
 _PATIENCE = {
     "reaction": "caller.launch.watchdog.times.reaction",  # of an agent, beyond what it may take
     "step": "caller.launch.watchdog.times.step",  # between the agent's killing and the fork server's
-    "import": "caller.server.fork_server._IMPORT_TIMEOUT",
-    "count of devices": "caller.server.fork_server.COUNT_TIMEOUT",
+    "import": "caller.fork_server._IMPORT_TIMEOUT",
+    "count of devices": "caller.fork_server.COUNT_TIMEOUT",
     "queue": "caller.running_launches._QUEUE_TIMEOUT",  # for a launch to take a visitor
     "answer": "caller.running_launches._ANSWER_TIMEOUT",  # and to answer it
     "places": "insight.agent._PLACES_TIMEOUT",  # for ranks to say where they are
@@ -93,7 +93,7 @@ def server_pid() -> int:
 
 def start_server() -> ForkServer:
     """Start one that is nobody's."""
-    return import_module("mlaunch.caller.server.start_server").start_interpreter(os.environ)
+    return import_module("mlaunch.caller.fork_server").start_interpreter(os.environ)
 
 
 def lock_of_the_server() -> threading.Lock:
@@ -120,7 +120,7 @@ def wait_for_replaced_servers() -> None:
 
 def prepare_servers(preload: Sequence[str], note: Callable[[], object]) -> None:
     """Have warm fork servers import these modules besides; ``note`` is called as one is started."""
-    warm = import_module("mlaunch.caller.server.warm_server")
+    warm = import_module("mlaunch.caller.warm_server")
     start = warm.start_interpreter
 
     def start_prepared(environ: Mapping[str, str], like: Any) -> ForkServer:
@@ -275,7 +275,7 @@ def is_ready_for_cells() -> bool:
 
 def make_groups_by(make: Callable[..., Any]) -> None:
     """In a rank that stays: how it makes the default group anew from now on."""
-    import_module("mlaunch.rank.setup.group").join_world = make
+    import_module("mlaunch.rank.group").join_world = make
 
 
 def interrupt_again_after(seconds: float) -> None:
@@ -555,14 +555,14 @@ def read_cells_by(patch: pytest.MonkeyPatch, read: Callable[..., Any]) -> None:
 def forget_warnings() -> None:
     """Have said again what is said once."""
     import_module("mlaunch.leases.caller")._warn_of_cpus.cache_clear()
-    import_module("mlaunch.caller.server.start_server")._warn_of_threads.cache_clear()
+    import_module("mlaunch.caller.fork_server")._warn_of_threads.cache_clear()
 
 
 # This machine as mlaunch finds it
 
 
 def have_cpus(patch: pytest.MonkeyPatch, count: int) -> None:
-    patch.setattr("mlaunch.rank.setup.device.usable_cpus", lambda: count)
+    patch.setattr("mlaunch.rank.device.usable_cpus", lambda: count)
 
 
 def check_share(ranks: int, cpus: int) -> None:
@@ -688,7 +688,7 @@ def command(*words: str) -> int:
 
 
 def torch_version() -> tuple[int, int]:
-    return import_module("mlaunch.rank.setup.device").version()
+    return import_module("mlaunch.rank.device").version()
 
 
 def lacks_libuv() -> bool:
@@ -699,7 +699,7 @@ def lacks_libuv() -> bool:
 
 def leaves_no_descriptors() -> bool:
     """False with an older torch, which keeps descriptors of a group that was left."""
-    return torch_version() >= import_module("mlaunch.rank.setup.group").DESTRUCTIBLE
+    return torch_version() >= import_module("mlaunch.rank.group").DESTRUCTIBLE
 
 
 def hurry_slow(patch: pytest.MonkeyPatch, seconds: float) -> None:

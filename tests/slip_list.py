@@ -165,7 +165,7 @@ SLIPS = (
         "report",
         "directory_in_the_error",
         "caller/launch/settle.py",
-        "    error.log_dir = log_files.kept(outcome.log_dir)\n",
+        "    error.log_dir = launch_files.kept(outcome.log_dir)\n",
         "",
         ("contract/test_output.py::test_files",),
         "an attribute that is set from outside",
@@ -943,7 +943,7 @@ SLIPS = (
         "values",
         "culprit_of_an_argument",
         "rank/function.py",
-        "            if found := unreadable_call.culprit(*content.parts()):\n"
+        "            if found := explain.unreadable_part(*content.parts()):\n"
         '                BaseException.__setattr__(error, "__notes__", [*getattr(error, "__notes__", []), found])\n',
         "",
         ("contract/test_values.py::test_an_object_that_a_rank_cannot_unpickle_is_named",),

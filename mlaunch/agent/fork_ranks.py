@@ -31,7 +31,7 @@ from mlaunch.protocol.messages import (
 )
 from mlaunch.protocol.result_queue import Results
 from mlaunch.protocol.spec import LaunchSpec
-from mlaunch.rank import main as rank_main
+from mlaunch.rank import function
 from mlaunch.rank.base import RankArgs
 
 # The limit of open files is 1024 on many systems, and each rank has several of both sides until it is forked.
@@ -208,5 +208,5 @@ def _fork(pending: _PendingRank, all_of_them: Sequence[_PendingRank], owned: Own
         except BaseException:
             traceback.print_exc()
             os._exit(1)
-        rank_main.run(pending.args)
+        function.run(pending.args)
     return pid

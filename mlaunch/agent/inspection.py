@@ -17,8 +17,8 @@ from mlaunch.base.frames import STATES
 from mlaunch.protocol import registry
 from mlaunch.protocol.board import Board
 from mlaunch.protocol.messages import AgentHears, AgentsEnd, Phase, Question
+from mlaunch.protocol.registry import STATUS, Reception, answer, tell_launcher
 from mlaunch.protocol.spec import Details, LaunchSpec, with_details
-from mlaunch.protocol.visitors import STATUS, Reception, answer, tell_launcher
 
 if TYPE_CHECKING:
     from mlaunch.core.parts import TellLooker

@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Protocol, TypeGuard, cast
 
 from mlaunch.base.frozen_record import frozen_record
-from mlaunch.protocol.visitors import ASK
+from mlaunch.protocol.registry import ASK
 
 NAME = "agreed_stop"  # of this feature
 STOP = ASK + NAME.encode()  # which ``mlaunch stop`` sends to a launch

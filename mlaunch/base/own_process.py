@@ -1,4 +1,4 @@
-"""This process as the system has it: its name, its limits, the cores that it uses, its memory maps."""
+"""This process as the system has it: its name, its limits, the cores that it uses, its memory maps, its debugger."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import functools
 import os
 import re
 import resource
+import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 from mlaunch.base.frozen_record import frozen_record
 
@@ -197,3 +199,29 @@ def memory_mappings() -> list[MemoryMapping]:
             start, end = (int(address, 16) for address in addresses.split("-"))
             found.append(MemoryMapping(start, end, permissions, int(inode), "".join(path)))
     return found
+
+
+# The debugger of an IDE, which follows the children of this process, as debugpy does by default
+
+# Processes that mlaunch starts for itself run without the debugger, in which each fork of them would wait inside
+# ``os.fork`` until the IDE has attached. Ranks attach by themselves, if that is wanted.
+_stays = contextlib.ExitStack()  # never left
+
+
+class not_followed:
+    """A block in which the debugger does not follow what this thread starts."""
+
+    def __enter__(self) -> None:
+        self._patch: Any = getattr(sys.modules.get("_pydev_bundle.pydev_monkey"), "skip_subprocess_arg_patch", None)
+        if self._patch is not None:
+            self._patch = self._patch()
+            self._patch.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._patch is not None:
+            self._patch.__exit__(*error)
+
+
+def stay_unfollowed() -> None:
+    """Keep the debugger from following what this thread forks from now on."""
+    _stays.enter_context(not_followed())

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mlaunch.base import seeding
 from mlaunch.base.exceptions import misuse
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.rank import for_users, launcher_variables
-from mlaunch.rank.setup import device, group
+from mlaunch.rank import device, for_users, group, launcher_variables
 
 if TYPE_CHECKING:
     import torch

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
 from mlaunch.base.exceptions import hides_our_frames
-from mlaunch.caller import arguments, interrupts, nesting
+from mlaunch.caller import checks, interrupts
 from mlaunch.caller.call_log import CallLog
 from mlaunch.caller.options import option_text
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.report.user_frames import hide_ours, without_ours
+from mlaunch.caller.report.notebook import hide_ours, without_ours
 from mlaunch.core import load
 
 if TYPE_CHECKING:
@@ -222,17 +222,17 @@ class launcher(Generic[P, R]):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[R]:
         __tracebackhide__ = True
-        nesting.refuse_in_bootstrap(self._name)
-        place = nesting.place_to_join(self._options, self._name)
-        arguments.check(self._function, args, kwargs)
+        checks.refuse_in_bootstrap(self._name)
+        place = checks.place_to_join(self._options, self._name)
+        checks.check_arguments(self._function, args, kwargs)
         if self._options.inline:
             from mlaunch.caller.inline import run_inline  # only for this
 
             return run_inline(self._options, self._name, self._function, args, kwargs)
         if place is not None:
-            return nesting.run_joined(self._options, place, self._function, args, kwargs)
+            return checks.run_joined(self._options, place, self._function, args, kwargs)
         if self._options.start_method != "fork":
-            arguments.check_values(self._function, args, kwargs)
+            checks.check_values(self._function, args, kwargs)
         self._calls.begin()
         try:
             ended = _make_call(self._options, self._function, args, kwargs)

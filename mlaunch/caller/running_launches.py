@@ -9,8 +9,8 @@ from typing import Any
 
 from mlaunch.base.peer_process import rights_lacking_to_peer
 from mlaunch.base.text import in_two_units, shown
-from mlaunch.protocol import registry, visitors
-from mlaunch.protocol.visitors import STATUS
+from mlaunch.protocol import registry
+from mlaunch.protocol.registry import STATUS
 
 ID_SHOWN = 8
 _QUEUE_TIMEOUT = 5  # seconds for a launch to accept a connection
@@ -30,7 +30,7 @@ def ask_by_name(word: bytes, start: str = "", *, patient: bool = False) -> list[
     answers, timeout = [], None if patient else _ANSWER_TIMEOUT
     for name, connection in registry.connections(os.environ, _QUEUE_TIMEOUT):
         with connection:
-            answers.append((name, visitors.ask(connection, word, timeout) if name.startswith(start) else None))
+            answers.append((name, registry.ask(connection, word, timeout) if name.startswith(start) else None))
     return [(name, answer) for name, answer in answers if answer is not None]
 
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from mlaunch.base.exceptions import misuse
 from mlaunch.base.log import log
+from mlaunch.caller.fork_server import ForkServer
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.server.fork_server import ForkServer
-from mlaunch.caller.server.warm_server import warm_server
+from mlaunch.caller.warm_server import warm_server
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -71,7 +71,7 @@ def _ask_for_launch(server: ForkServer, options: Options) -> None:
     from mlaunch.caller.launch.plan import Attempt, ThisMachine
     from mlaunch.caller.launch.start import with_pipes
     from mlaunch.caller.output.output_plan import output_plan
-    from mlaunch.caller.server.warm_server import preparation
+    from mlaunch.caller.warm_server import preparation
     from mlaunch.core.records import Grant
 
     environ = {**os.environ, **(options.env or {})}

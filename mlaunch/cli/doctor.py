@@ -198,7 +198,7 @@ def _look_around() -> dict[str, Any]:
     """Return what torch offers; in a rank, since it may wake the driver."""
     import torch
 
-    from mlaunch.rank.setup import device
+    from mlaunch.rank import device
     from mlaunch.torch_parts import lacking
 
     offered = device.offered()

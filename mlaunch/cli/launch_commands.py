@@ -17,7 +17,7 @@ from mlaunch.base.text import columns, filled, name_some_ranks, shown
 from mlaunch.caller.running_launches import ID_SHOWN, ask, facts_of, place_of_rank, title_of
 from mlaunch.core import load
 from mlaunch.protocol import registry
-from mlaunch.protocol.visitors import END, STATUS
+from mlaunch.protocol.registry import END, STATUS
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]

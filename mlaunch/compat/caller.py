@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from mlaunch.base.unfollowed import not_followed
+from mlaunch.base.own_process import not_followed
 from mlaunch.compat import wire
 from mlaunch.rendezvous.address import LOOPBACK, listen
 

@@ -15,11 +15,10 @@ from mlaunch.base.exceptions import misuse
 from mlaunch.features import FEATURES, Feature, asked_for, with_hook
 
 if TYPE_CHECKING:
+    from mlaunch.caller.fork_server import ForkServer, Interpreter
     from mlaunch.caller.launch.handle import LaunchHandle, WatchedCall
     from mlaunch.caller.launch.settle import Ended
     from mlaunch.caller.options.launch_options import Options
-    from mlaunch.caller.server.fork_server import ForkServer
-    from mlaunch.caller.server.start_server import Interpreter
     from mlaunch.core.parts import CallerPart, MachinePart, RankPart, Spell, Tell, Watcher
     from mlaunch.core.records import Grant, Need
     from mlaunch.protocol.messages import RankStacks

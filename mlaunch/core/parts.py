@@ -34,8 +34,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import socket
 
+    from mlaunch.caller.fork_server import ForkServer
     from mlaunch.caller.launch.settle import Ended
-    from mlaunch.caller.server.fork_server import ForkServer
     from mlaunch.core.records import Grant, Need
     from mlaunch.protocol.spec import LaunchSpec
 

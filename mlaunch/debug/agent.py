@@ -23,7 +23,7 @@ from mlaunch.debug.wire import (
     has_prompts,
     rank_of,
 )
-from mlaunch.protocol import failures, visitors
+from mlaunch.protocol import failures, registry
 
 if TYPE_CHECKING:
     from mlaunch.agent.scene import Scene
@@ -47,7 +47,7 @@ class DebugVisits(AgentPart):
     def welcome(self, visitor: socket.socket, word: str) -> None:
         rank, refused = rank_of(word), self._refusal(word)
         if refused:
-            visitors.answer(visitor, {"refused": refused})
+            registry.answer(visitor, {"refused": refused})
         elif word == COME:
             self._begin(visitor)
         elif rank is not None:
@@ -57,7 +57,7 @@ class DebugVisits(AgentPart):
             visitor.close()
         else:
             self._leaving.append(visitor)
-            self._scene.fail(failures.from_stop(visitors.pid_of(visitor), "mlaunch debug"), whole=True)
+            self._scene.fail(failures.from_stop(registry.pid_of(visitor), "mlaunch debug"), whole=True)
 
     def fds(self) -> list[int]:
         return [] if self._visitor is None else [self._visitor.fileno()]
@@ -89,12 +89,12 @@ class DebugVisits(AgentPart):
         return f"rank {rank} of {name} cannot be asked: it has ended, or no longer runs Python"
 
     def _begin(self, visitor: socket.socket) -> None:
-        self._visitor, self._pid = visitor, visitors.pid_of(visitor)
+        self._visitor, self._pid = visitor, registry.pid_of(visitor)
         self._change(held=True)
         spec = self._scene.spec
         with contextlib.suppress(OSError):  # the visitor is gone
             alone = spec.local_world_size == spec.world_size
-            visitors.send(visitor, {"timeout": spec.timeout, "alone": alone})
+            registry.send(visitor, {"timeout": spec.timeout, "alone": alone})
 
     def _change(self, *, held: bool) -> None:
         self._scene.hold_deadline(held=held)

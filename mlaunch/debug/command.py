@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mlaunch.base.text import name_ranks
 from mlaunch.caller.running_launches import ID_SHOWN, ask_by_name, title_of
 from mlaunch.cli.launch_commands import which
-from mlaunch.protocol.visitors import STATUS
+from mlaunch.protocol.registry import STATUS
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]

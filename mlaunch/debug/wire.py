@@ -4,7 +4,7 @@ The debugger is the caller, with ``debug=True``, or a visitor, ``mlaunch debug``
 
 caller -> agent    HoldDeadline
 caller -> agent -> rank    OpenPrompt            (attached: the rank's end of the channel)
-visitor -> agent   COME, stop_word(2), QUIT      (a visitor's words, see protocol/visitors.py)
+visitor -> agent   COME, stop_word(2), QUIT      (a visitor's words, see protocol/registry.py)
 agent -> rank      OpenPrompt, HoldLimits
 agent -> caller    Visited
 rank -> caller     PromptSays, PromptAsks, PromptLeft    (on that channel)

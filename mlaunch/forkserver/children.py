@@ -28,7 +28,7 @@ from mlaunch.protocol.server_messages import (
     RestingAgentSays,
     ServeNext,
 )
-from mlaunch.rank.setup import device
+from mlaunch.rank import device
 
 _MOST_LAUNCHES = 200  # of one agent, which grows by 16 KB with each
 AGENT_TIMEOUT = 60.0  # seconds beyond the grace period for an agent to end its ranks and what they left

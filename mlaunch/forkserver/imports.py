@@ -24,7 +24,7 @@ from mlaunch.base.own_process import name_process
 from mlaunch.forkserver.children import Child
 from mlaunch.protocol import late_imports
 from mlaunch.protocol.server_messages import Ready
-from mlaunch.rank.setup import device, process
+from mlaunch.rank import device, process
 
 # Otherwise the first launch would import these while its ranks wait for each other.
 _PRELOAD = (

@@ -42,7 +42,7 @@ from mlaunch.protocol.server_messages import (
     StartFds,
     StartLaunch,
 )
-from mlaunch.rank.setup import device
+from mlaunch.rank import device
 
 _REASON = 8192  # bytes of the error of an import that a person is shown
 _IDLE = 0.02  # seconds after a launch without another

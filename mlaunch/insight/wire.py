@@ -9,7 +9,7 @@ from mlaunch.base.frozen_record import frozen_record
 
 NAME = "insight"  # of this feature
 
-# The words that a process may send to a launch (``protocol/visitors.py``); features.py lists them.
+# The words that a process may send to a launch (``protocol/registry.py``); features.py lists them.
 WHY, STACKS, ALL_STACKS = b"why", b"stacks", b"all stacks"
 PULSE = b"pulse"  # how far the ranks are
 WATCH = b"watch"  # the same, with where they are and what they use

@@ -12,7 +12,7 @@ from mlaunch.base.text import in_two_units, shown
 from mlaunch.cli import UsageError, at_least
 
 if TYPE_CHECKING:
-    from mlaunch.caller.server.fork_server import ForkServer
+    from mlaunch.caller.fork_server import ForkServer
     from mlaunch.core.records import Grant
     from mlaunch.run.command.job import Job
 

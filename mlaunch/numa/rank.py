@@ -22,7 +22,7 @@ from mlaunch.base.text import name_ranks, ranges
 from mlaunch.core.parts import RankPart
 from mlaunch.numa.wire import NumaOrder, PciDevice
 from mlaunch.protocol.spec import LaunchSpec
-from mlaunch.rank.setup.device import runtime_of
+from mlaunch.rank.device import runtime_of
 
 _PREFERRED, _BIND, _PREFERRED_MANY = 1, 2, 5  # linux/mempolicy.h
 _THREADS = "OMP_NUM_THREADS"

@@ -376,7 +376,7 @@ class Ask(enum.Enum):
 
 @frozen_record
 class Question:
-    """A question to a rank, whatever its main thread does; or to an agent, as from a visitor (``visitors.py``).
+    """A question to a rank, whatever its main thread does; or to an agent, as from a visitor (``registry.py``).
 
     ``number``: the asking process counts its questions. Attached, for a rank: the memfd for the answer.
     """

@@ -150,9 +150,9 @@ def _of_torch() -> dict[str, object]:
     import torch
     import torch.multiprocessing
 
-    from mlaunch.torch_parts import default_device
+    from mlaunch.torch_parts import lacking
 
-    device = default_device.that_was_set()
+    device = lacking.that_was_set()
     found: dict[str, object] = {
         "dtype": str(torch.get_default_dtype()).removeprefix("torch."),
         "deterministic": (

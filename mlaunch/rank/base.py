@@ -35,8 +35,7 @@ from mlaunch.protocol.messages import (
 from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.result_queue import ANSWER_LIMIT, Results
 from mlaunch.protocol.spec import Details, LaunchSpec, with_details
-from mlaunch.rank import control, for_users, remote_error
-from mlaunch.rank.setup import device, process
+from mlaunch.rank import control, device, for_users, process, remote_error
 from mlaunch.torch_parts import operations
 
 if TYPE_CHECKING:

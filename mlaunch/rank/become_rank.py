@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 from mlaunch.base import seeding
 from mlaunch.base.log import is_heard, log
-from mlaunch.rank import for_users, launcher_variables
+from mlaunch.rank import device, for_users, group, launcher_variables
 from mlaunch.rank.launcher_variables import RankInfo
-from mlaunch.rank.setup import device, group
 from mlaunch.rendezvous import tcp_store
 from mlaunch.rendezvous.address import is_taken
 from mlaunch.torch_parts import process_groups

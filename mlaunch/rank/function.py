@@ -17,23 +17,24 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mlaunch.base import own_process, seeding
+from mlaunch.core import load
 from mlaunch.protocol import by_value, calls, explain, late_imports, settings, this_rank
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.messages import AnswerKind, Phase
 from mlaunch.protocol.payload import Payload
 from mlaunch.protocol.spec import Details
-from mlaunch.rank import for_users, launcher_variables, rank_imports, unreadable_call
+from mlaunch.rank import device, for_users, group, launcher_variables, process, rank_imports
 from mlaunch.rank.base import Rank, RankArgs, Task
-from mlaunch.rank.setup import device, group, process
-from mlaunch.rank.setup.process import StampedFile
+from mlaunch.rank.process import StampedFile
 from mlaunch.rendezvous import tcp_store
 from mlaunch.torch_parts import process_groups
 
 if TYPE_CHECKING:
     import torch
+
 
 # Groups that were destroyed but must not be destructed: that waits for gloo's threads, 10 to 20 ms (in torch 2.6 for
 # ever, now and then), which the end of the process takes with it anyway.
@@ -202,7 +203,7 @@ class FunctionRank(Rank):
             with by_value.receiving():
                 return self._read(content)
         except Exception as error:  # whatever a __setstate__ may raise
-            if found := unreadable_call.culprit(*content.parts()):
+            if found := explain.unreadable_part(*content.parts()):
                 BaseException.__setattr__(error, "__notes__", [*getattr(error, "__notes__", []), found])
             raise
 
@@ -251,3 +252,31 @@ def leave_groups() -> None:
 
 class UnpicklableValueError(TypeError):
     """The function returned a value that cannot be pickled."""
+
+
+def run(args: RankArgs) -> NoReturn:
+    """Run a rank, and end the process: the frames above belong to the fork server."""
+    code = 1  # an error in the lines below must not look like success
+    try:
+        code = _rank(args).live()
+    except BaseException:  # an error of mlaunch, or in reporting the user's: its text must not be lost
+        traceback.print_exc()
+    finally:
+        try:
+            process.flush()
+            # The last thread of a process frees its memory; gloo's threads, which slept on other cores, did so for one
+            # rank after the other.
+            if args.spec.local_world_size <= own_process.core_count():  # with more ranks no core is idle
+                own_process.end_on_one_core(os.getppid() + args.local_rank)
+        finally:
+            os._exit(code)
+
+
+def _rank(args: RankArgs) -> Rank:
+    if args.spec.stays:
+        kept: Rank = load.module_of("ranks", "rank.kept").KeptRank(args)
+        return kept
+    if args.spec.target is None:
+        return FunctionRank(args)
+    rank: Rank = load.module_of(args.spec.target.feature, "rank").rank(args, args.spec.target)
+    return rank

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol import token
 from mlaunch.protocol.spec import LaunchSpec
-from mlaunch.rank.setup import device
+from mlaunch.rank import device
 from mlaunch.rendezvous import tcp_store
 
 SWITCH = "MLAUNCH_JOIN"

@@ -28,11 +28,10 @@ from mlaunch.base.exceptions import misuse
 from mlaunch.protocol import by_value, launch_files
 from mlaunch.protocol.messages import Phase
 from mlaunch.protocol.spec import LaunchSpec, Target
-from mlaunch.rank import launcher_variables
+from mlaunch.rank import device, launcher_variables, process
 from mlaunch.rank.base import Rank, RankArgs
+from mlaunch.rank.process import Text, WholeLines
 from mlaunch.rank.remote_error import below_ours
-from mlaunch.rank.setup import device, process
-from mlaunch.rank.setup.process import Text, WholeLines
 from mlaunch.rendezvous import tcp_store
 from mlaunch.run.wire import Script
 

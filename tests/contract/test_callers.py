@@ -138,7 +138,7 @@ PREPARED = """
 import os, signal, threading
 from mlaunch import launcher
 from mlaunch.caller.running_launches import ask
-from mlaunch.protocol.visitors import STATUS
+from mlaunch.protocol.registry import STATUS
 
 reader, writer = os.pipe()
 caller = os.getpid()

@@ -41,8 +41,8 @@ from mlaunch.engines.wire.frame_stream import FrameStream
 from mlaunch.insight.wire import STACKS
 from mlaunch.protocol import registry, settings
 from mlaunch.protocol.messages import AgentStarted, Finished
+from mlaunch.protocol.registry import STATUS
 from mlaunch.protocol.spec import LaunchSpec
-from mlaunch.protocol.visitors import STATUS
 from mlaunch.run.command import run_on_engine
 from tests import builds, launches
 from tests.processes import children, said_in_fork, wait_until

@@ -109,7 +109,7 @@ def test_a_fork_of_the_caller_that_outlives_it(start_method: str) -> None:
 FORKING_IN_C = """
 import ctypes, os, signal, sys
 from mlaunch import launcher
-from mlaunch.caller.server.warm_server import warm_server
+from mlaunch.caller.warm_server import warm_server
 
 launcher(lambda: None, 1)()
 if ctypes.PyDLL(None).fork() == 0:

@@ -11,12 +11,12 @@ import pytest
 
 from mlaunch import LaunchError
 from mlaunch.base.exceptions import RankFailure
+from mlaunch.caller.fork_server import ServerGoneError
 from mlaunch.caller.interrupts import carry_out
 from mlaunch.caller.launch.call import TRIES, tried
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.caller.launch.start import with_restarts
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.server.fork_server import ServerGoneError
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.server_messages import Ready
 from mlaunch.sweeps.caller import submitted_call

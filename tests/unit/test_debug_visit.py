@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from mlaunch.debug.agent import DebugVisits
 from mlaunch.debug.wire import COME, DebugTerms, HoldLimits, Visited
-from mlaunch.protocol import visitors
-from mlaunch.rank.setup import device
+from mlaunch.protocol import registry
+from mlaunch.rank import device
 from mlaunch.torch_parts.process_groups import HeldLimits
 
 
@@ -30,7 +30,7 @@ def came(sections: dict[str, object]) -> tuple[DebugVisits, list[object], socket
     visits, (our_end, theirs) = DebugVisits(scene), socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     visits.welcome(theirs, COME)
     _, fds, _, _ = socket.recv_fds(our_end, 1, 1)
-    return visits, done, our_end, visitors.read_status(fds[0])
+    return visits, done, our_end, registry.read_status(fds[0])
 
 
 def test_the_callers_own_debugger_goes_first() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlaunch.rank.setup import process
+from mlaunch.rank import process
 
 
 @pytest.mark.parametrize(("given", "code"), [(None, 0), (0, 0), (3, 3), (True, 1), (-9, 247), (259, 3), (2**40 + 3, 3)])

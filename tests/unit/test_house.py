@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from mlaunch.features import FEATURES, OPTIONS
-from mlaunch.rank.setup import device
+from mlaunch.rank import device
 from tests.conftest import ROOT
 from tests.sources import nodes_of, tree_of
 

@@ -19,7 +19,7 @@ from torch._C import _distributed_c10d as c10d
 from mlaunch.comm.rank import exchange
 from mlaunch.rank import in_step
 from mlaunch.rendezvous import tcp_store
-from mlaunch.torch_parts import default_device, lacking, operations, process_groups
+from mlaunch.torch_parts import lacking, operations, process_groups
 
 ONE = torch.ones(1)
 
@@ -92,12 +92,12 @@ def any_limit():
     assert backend.options._timeout == timedelta(seconds=7)
 
 def the_default_device():
-    assert default_device.that_was_set() is None
+    assert lacking.that_was_set() is None
     torch.set_default_device("meta")
     torch.utils._device = SimpleNamespace()
-    assert default_device.that_was_set().type == "meta"
+    assert lacking.that_was_set().type == "meta"
     torch.set_default_device("cpu")
-    assert default_device.that_was_set() is None
+    assert lacking.that_was_set() is None
     assert "CURRENT_DEVICE" in lacking.everything()[0]
 
 def the_hosting_of_a_store():

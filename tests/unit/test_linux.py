@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from mlaunch.base import linux, own_process
-from mlaunch.caller.server.start_server import start_interpreter
+from mlaunch.caller.fork_server import start_interpreter
 from mlaunch.cli import doctor
 
 

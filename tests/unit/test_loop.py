@@ -111,7 +111,7 @@ INSIDE = {
     "mlaunch.profile.wire": "test_steps_that_the_function_counts",
     "mlaunch.caller.options.option_fields": "test_every_option_is_in_help_and_on_the_page",
     "mlaunch.compat.caller": "test_launch",
-    "mlaunch.caller.output.log_files": "test_files",
+    "mlaunch.protocol.launch_files": "test_files",
     "mlaunch.display.caller.timeline": "test_the_report_of_a_call",
     "mlaunch.display.rank": "test_bars_in_ranks_are_text",
     "mlaunch.cells.caller": "test_names_go_to_and_fro",

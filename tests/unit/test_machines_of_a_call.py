@@ -22,7 +22,7 @@ from mlaunch.engines.caller.merged_agent import MergedAgent, Patience
 from mlaunch.engines.wire import FromAgent, MachineDone, ServerEnded
 from mlaunch.engines.wire.frame_stream import FrameStream
 from mlaunch.protocol.messages import Cancel
-from mlaunch.protocol.visitors import STATUS
+from mlaunch.protocol.registry import STATUS
 from tests.contract.test_engine_calls import LIMIT
 
 

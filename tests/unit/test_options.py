@@ -23,8 +23,7 @@ from mlaunch.caller.options import option_text, option_types
 from mlaunch.caller.options.launch_options import Options, about
 from mlaunch.forkserver import children
 from mlaunch.protocol.server_messages import Ready
-from mlaunch.rank import launcher_variables
-from mlaunch.rank.setup import device
+from mlaunch.rank import device, launcher_variables
 from tests.conftest import ROOT
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [

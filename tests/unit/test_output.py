@@ -25,7 +25,7 @@ from mlaunch.display import caller, wire
 from mlaunch.display.caller import loop_line
 from mlaunch.display.caller.areas import Area
 from mlaunch.protocol.board import Board, Loop
-from mlaunch.rank.setup.process import StampedFile
+from mlaunch.rank.process import StampedFile
 
 
 def test_lines_come_whole() -> None:

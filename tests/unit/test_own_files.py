@@ -13,7 +13,7 @@ import pytest
 
 from mlaunch.base import own_files
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.output.log_files import LogFile, new_directory
+from mlaunch.caller.output.output_plan import LogFile, new_directory
 from mlaunch.core.load import as_keyword
 from mlaunch.leases.caller import lease_directory
 from mlaunch.profile.caller import CallTrace

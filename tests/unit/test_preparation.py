@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from mlaunch.caller.server import warm_server
+from mlaunch.caller import warm_server
 from mlaunch.protocol.messages import AgentFailed, AgentStarted, RanksStarting
 from mlaunch.protocol.spec import LaunchSpec
 from tests.contract.conftest import as_users_have_it

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.server.warm_server import warm_server
+from mlaunch.caller.warm_server import warm_server
 from mlaunch.leases import caller
 from mlaunch.leases.caller.acquisition import Wish
 from mlaunch.pytest import wire

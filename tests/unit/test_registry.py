@@ -17,7 +17,7 @@ from mlaunch.base.text import in_two_units
 from mlaunch.caller import running_launches
 from mlaunch.cli import launch_commands, main
 from mlaunch.protocol import registry
-from mlaunch.protocol.visitors import ASK, END, STATUS, Reception, answer
+from mlaunch.protocol.registry import ASK, END, STATUS, Reception, answer
 from tests import launches
 
 LIMIT = 60.0  # seconds

@@ -26,9 +26,9 @@ from mlaunch.base.peer_process import (
 )
 from mlaunch.caller import running_launches
 from mlaunch.cli import launch_commands, main
-from mlaunch.protocol import visitors
+from mlaunch.protocol import registry
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.visitors import END, STATUS, VISIT, Reception
+from mlaunch.protocol.registry import END, STATUS, VISIT, Reception
 from mlaunch.warm.caller import zygotes
 from mlaunch.warm.server import Zygote
 from mlaunch.warm.wire import import_facts, zygote_place
@@ -237,7 +237,7 @@ def says(word: bytes) -> Callable[[], str]:
     def say() -> str:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
             end.connect("launch.sock")
-            return json.dumps(visitors.ask(end, word, LIMIT))
+            return json.dumps(registry.ask(end, word, LIMIT))
 
     return say
 
@@ -249,10 +249,10 @@ def answered(reception: Reception, said: Said) -> list[bytes]:
         assert ready
         for visitor, word in reception.take(ready):
             heard.append(word)
-            visitors.answer(visitor, {})
+            registry.answer(visitor, {})
         for visitor, feature, word in reception.take_guests():
             heard.append(VISIT + f"{feature} {word}".encode())
-            visitors.answer(visitor, {})
+            registry.answer(visitor, {})
         reception.let_stoppers_go()
     return heard
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mlaunch.caller.server.fork_server import ForkServer
-from mlaunch.caller.server.start_server import Interpreter, start_interpreter
+from mlaunch.caller.fork_server import ForkServer, Interpreter, start_interpreter
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.server_messages import Ready
 

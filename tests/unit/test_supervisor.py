@@ -26,7 +26,7 @@ from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.caller.launch.settle import settle
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.server.warm_server import warm_server
+from mlaunch.caller.warm_server import warm_server
 from mlaunch.protocol.messages import AnswerKind, DeadlinePassed, Phase, RankAnswered, ServerGone
 from mlaunch.protocol.server_messages import Ready
 from mlaunch.rank import for_users

@@ -20,8 +20,7 @@ from mlaunch.base import linux
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.protocol.server_messages import Ready
-from mlaunch.rank import launcher_variables
-from mlaunch.rank.setup import device
+from mlaunch.rank import device, launcher_variables
 from mlaunch.rendezvous import store_client, tcp_store
 from mlaunch.rendezvous.address import LOOPBACK, listen
 from mlaunch.rendezvous.store_client import StoreClient

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from mlaunch.caller.server import start_server
+from mlaunch.caller import fork_server
 
 
 def test_a_caller_that_waits_for_any_child() -> None:
@@ -12,6 +12,6 @@ def test_a_caller_that_waits_for_any_child() -> None:
     pid = os.fork()
     if pid == 0:
         os._exit(3)
-    wait = start_server._Waiter(pid)
+    wait = fork_server._Waiter(pid)
     os.waitpid(pid, 0)
     assert (wait(60.0), wait(0.0)) == (0, 0)

@@ -17,12 +17,12 @@ import pytest
 
 from mlaunch.base import linux
 from mlaunch.base.peer_process import is_this_user, peer_process
-from mlaunch.caller.server import warm_server
-from mlaunch.caller.server.start_server import Interpreter
+from mlaunch.caller import warm_server
+from mlaunch.caller.fork_server import Interpreter
 from mlaunch.cli import main
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel
-from mlaunch.rank.setup import process
+from mlaunch.rank import process
 from mlaunch.warm import caller
 from mlaunch.warm.caller import zygotes
 from mlaunch.warm.server import Zygote, _Visitor

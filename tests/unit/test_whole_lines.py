@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from mlaunch.rank.setup import process
-from mlaunch.rank.setup.process import Text, WholeLines
+from mlaunch.rank import process
+from mlaunch.rank.process import Text, WholeLines
 
 
 class Written(io.FileIO):

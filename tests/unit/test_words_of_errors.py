@@ -13,11 +13,10 @@ import pytest
 from mlaunch import LaunchError, launcher
 from mlaunch.base import linux
 from mlaunch.base.exceptions import RankFailure, describe_exit
+from mlaunch.caller import fork_server as server_module
+from mlaunch.caller.fork_server import ForkServer
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.report.failure_text import FailureText
-from mlaunch.caller.server import fork_server as server_module
-from mlaunch.caller.server import start_server
-from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.protocol import launch_files
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages import Reaped
@@ -102,7 +101,7 @@ def test_devices_that_cannot_be_counted(answer: object, words: str) -> None:
 
 def test_a_spawned_interpreter_that_dies_before_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch", reason="its ranks need torch")
-    start = start_server.start_interpreter
+    start = server_module.start_interpreter
 
     def start_and_kill(environ: dict[str, str]) -> ForkServer:
         server = start(environ)
@@ -112,7 +111,7 @@ def test_a_spawned_interpreter_that_dies_before_the_launch(monkeypatch: pytest.M
             os.sched_yield()
         return server
 
-    monkeypatch.setattr(start_server, "start_interpreter", start_and_kill)
+    monkeypatch.setattr(server_module, "start_interpreter", start_and_kill)
     with pytest.raises(LaunchError, match=r"the fork server .* was killed by SIGKILL before it could start .*<lambda>"):
         launcher(lambda: 1, 1, start_method="spawn")()
 

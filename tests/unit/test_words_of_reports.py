@@ -30,8 +30,8 @@ from mlaunch.protocol.messages import AnswerKind, Phase, RankAnswered, RankGone,
 from mlaunch.protocol.server_messages import Ready
 from mlaunch.pytest.rank import explanation
 from mlaunch.rank import function as rank_function
+from mlaunch.rank import group as rank_group
 from mlaunch.rank import remote_error
-from mlaunch.rank.setup import group as rank_group
 from tests.conftest import ROOT
 
 

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from mlaunch.base import own_process
 from mlaunch.base.exceptions import LaunchError, misuse
-from mlaunch.caller import interrupts
+from mlaunch.caller import fork_server, interrupts
+from mlaunch.caller.fork_server import ForkServer, ServerGoneError
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
 from mlaunch.caller.launch.settle import Ended, Steps
 from mlaunch.caller.launch.start import start, with_restarts
@@ -32,10 +33,8 @@ from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.console import Console, StartingLine
 from mlaunch.caller.output.output_plan import OutputPlan, output_plan, place_of, with_directory
 from mlaunch.caller.report.launch_report import History
-from mlaunch.caller.report.user_frames import warn_caller
-from mlaunch.caller.server import start_server
-from mlaunch.caller.server.fork_server import ForkServer, ServerGoneError
-from mlaunch.caller.server.warm_server import warm_server
+from mlaunch.caller.report.notebook import warn_caller
+from mlaunch.caller.warm_server import warm_server
 from mlaunch.core.records import Grant, Need
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import Context, LaunchSpec
@@ -246,9 +245,9 @@ def server_for(options: Options, call: Call, environ: Mapping[str, str]) -> Fork
     if options.start_method == "forkserver":
         return warm_server.get(environ)
     if options.start_method == "spawn":
-        return start_server.start_interpreter(environ)
+        return fork_server.start_interpreter(environ)
     try:
-        return start_server.start_fork(call)
+        return fork_server.start_fork(call)
     except RuntimeError as error:  # this process cannot be forked
         raise misuse(error) from None
 

@@ -21,15 +21,15 @@ from mlaunch.base.exceptions import RankFailure, report_of
 from mlaunch.base.fds import KeptFd
 from mlaunch.base.text import in_bytes
 from mlaunch.caller import interrupts
+from mlaunch.caller.fork_server import ServerGoneError
 from mlaunch.caller.interrupts import EndSignal
 from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.launch.settle import Ended, Steps, add_note, settle
 from mlaunch.caller.launch.watchdog import Backing, Killed, Limits, remove_names
 from mlaunch.caller.output.relay import Events, Relay
 from mlaunch.caller.report.launch_report import History, LaunchReport
-from mlaunch.caller.server.fork_server import ServerGoneError
 from mlaunch.core.records import Need, Noticed
-from mlaunch.protocol import visitors
+from mlaunch.protocol import registry
 from mlaunch.protocol.messages import (
     AgentSays,
     AgentStarted,
@@ -82,7 +82,7 @@ class WatchedCall:
         self._ask, self._found = ask, found
 
     def ask(self, word: bytes, take: TakeRanks) -> None:
-        """Ask its agent as a visitor does (``protocol/visitors.py``); ``take`` gets what the agent tells of ranks."""
+        """Ask its agent as a visitor does (``protocol/registry.py``); ``take`` gets what the agent tells of ranks."""
         self._ask(word, take)
 
     def found(self, noticed: Noticed, failure: RankFailure | None = None) -> None:
@@ -387,7 +387,7 @@ class LaunchHandle:
             pipes, first = fds[record.channels :], self.outcome.spec.rank_start
             self.relay.adopt(record.rank, record.rank - first, pipes, self.history.board)
         elif isinstance(record, Told):
-            self._watchers.take(record.number, visitors.read_status(fds[0]))
+            self._watchers.take(record.number, registry.read_status(fds[0]))
         elif isinstance(record, Waiting):
             self.waiting = record.text
         elif isinstance(record, PartSays):

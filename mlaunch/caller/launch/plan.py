@@ -18,7 +18,7 @@ from mlaunch.core import load
 from mlaunch.protocol.server_messages import Ready
 from mlaunch.protocol.settings import of_this_process
 from mlaunch.protocol.spec import CallFacts, Context, LaunchSpec, RankDevices, Restarts, new_launch_id
-from mlaunch.rank.setup import device
+from mlaunch.rank import device
 
 if TYPE_CHECKING:
     from mlaunch.core.load import CallerParts

@@ -14,12 +14,12 @@ from mlaunch.base.frames import main_frames, stack_text
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.text import name_ranks, name_some_ranks
 from mlaunch.caller.launch.outcome import Outcome
-from mlaunch.caller.output import log_files
 from mlaunch.caller.report import notebook
 from mlaunch.caller.report.failure_text import FailureText, doing_of, hints_of, in_order, meanwhile, of_value
 from mlaunch.caller.report.launch_report import LaunchReport
-from mlaunch.caller.report.user_frames import hide_ours, warn_caller
+from mlaunch.caller.report.notebook import hide_ours, warn_caller
 from mlaunch.core.records import Need
+from mlaunch.protocol import launch_files
 from mlaunch.protocol.messages import Phase
 
 
@@ -213,7 +213,7 @@ def _error(outcome: Outcome, kind: type[LaunchError], text: str, word: str = "")
     """Return the error of a launch. ``word``: its kind for programs; "": that of the first failure."""
     stacks = {rank: dump.text for rank, dump in outcome.stacks.items() if dump.text}
     error = kind(text, outcome.failures, _results(outcome), stacks)
-    error.log_dir = log_files.kept(outcome.log_dir)
+    error.log_dir = launch_files.kept(outcome.log_dir)
     error.kind = word or error.kind
     error.launch = _launch_of(outcome)
     cause = outcome.failures[0].rank if outcome.failures else None
@@ -260,7 +260,7 @@ def _with_output(outcome: Outcome, cause: RankFailure) -> RankFailure:
     if outcome.log_dir is None or cause.rank is None or not 0 <= cause.rank - spec.rank_start < spec.local_world_size:
         return cause
     name = cause.rank if spec.target is None else cause.rank - spec.rank_start
-    where = log_files.kept(log_files.directory_of(outcome.log_dir, spec.restarts.count, name))
+    where = launch_files.kept(launch_files.directory_of(outcome.log_dir, spec.restarts.count, name))
     if where is None:  # it has printed nothing
         return cause
     return dataclasses.replace(cause, hints=(*cause.hints, f"its output is in {where}"))

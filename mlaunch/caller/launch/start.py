@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout, is_misuse, misuse, report_of
 from mlaunch.base.frames import innermost_users
 from mlaunch.caller import interrupts
+from mlaunch.caller.fork_server import ForkServer, ServerGoneError, in_memfds
 from mlaunch.caller.launch.handle import LaunchHandle
 from mlaunch.caller.launch.plan import Attempt
 from mlaunch.caller.launch.settle import Steps
@@ -19,8 +20,7 @@ from mlaunch.caller.output.output_plan import OutputPlan
 from mlaunch.caller.output.relay import Relay
 from mlaunch.caller.report.launch_report import History
 from mlaunch.caller.report.notebook import short_name
-from mlaunch.caller.server.fork_server import ForkServer, ServerGoneError, in_memfds
-from mlaunch.caller.server.warm_server import preparation
+from mlaunch.caller.warm_server import preparation
 from mlaunch.protocol import calls, explain, payload
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import LaunchSpec, details_of

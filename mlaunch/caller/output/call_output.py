@@ -8,9 +8,9 @@ from typing import Any
 
 from mlaunch.caller.output.console import Console, LiveLines, harmless
 from mlaunch.caller.output.lines import WINDOW, LineSplitter, Merger, Tails, WriteTimes
-from mlaunch.caller.output.log_files import LogFile
 from mlaunch.caller.output.output_plan import STREAMS, LaunchNumber, OutputPlan, Policy
 from mlaunch.protocol.board import Board
+from mlaunch.protocol.launch_files import LogFile
 
 # Bytes at once. Lines of a rank that prints so much are not compared with the others', who would wait for it.
 _FLOOD = 32768

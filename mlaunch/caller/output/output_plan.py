@@ -13,10 +13,10 @@ from mlaunch.base.fds import renewed
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.text import ranges
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.output import log_files
 from mlaunch.caller.output.console import LivePlace, live_place
 from mlaunch.caller.report import notebook
 from mlaunch.core import load
+from mlaunch.protocol import launch_files
 from mlaunch.protocol.spec import LaunchSpec
 
 STREAMS = (1, 2)
@@ -102,7 +102,7 @@ def with_directory(options: Options, name: str) -> Options:
     if options.log_dir is None:
         return options
     try:
-        return options.replaced({"log_dir": log_files.own_directory(options.log_dir, name)})
+        return options.replaced({"log_dir": launch_files.own_directory(options.log_dir, name)})
     except OSError as error:
         raise OSError(error.errno, f"log_dir={options.log_dir!r}: {error.strerror}") from None
 

@@ -18,8 +18,8 @@ from mlaunch.base.exceptions import describe_exit
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.text import in_bytes, in_seconds, name_ranks
 from mlaunch.caller.launch.outcome import Outcome
-from mlaunch.caller.output import log_files
 from mlaunch.core import load
+from mlaunch.protocol import launch_files
 from mlaunch.protocol.board import Board, ReportRing, in_order, read_times
 from mlaunch.protocol.messages import AgentSays, Phase, RankGone, RanksStarting, RankStarted
 from mlaunch.protocol.server_messages import BoardFds
@@ -351,7 +351,7 @@ class History:
             restart_count=spec.restarts.count,
             world_size=spec.world_size,
             ranks=tuple(self._rank(row, spec, now) for row in rows),
-            log_dir=log_files.kept(log_dir),
+            log_dir=launch_files.kept(log_dir),
             printed=printed,
             **facts,
             begun=time.time() - time.monotonic() + self.begun,

@@ -23,7 +23,7 @@ from mlaunch.core.records import Note
 from mlaunch.debug.caller import asking
 from mlaunch.debug.caller.prompts import StoppedRanks, question
 from mlaunch.debug.wire import NAME, PROMPT, DebugTerms, HoldDeadline, OpenPrompt, Visited, has_prompts
-from mlaunch.protocol import failures, visitors
+from mlaunch.protocol import failures, registry
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages import AgentSays, ForPart, Question, RankStarted, Told
 
@@ -151,7 +151,7 @@ class DebuggedHandle(LaunchHandle):
             self._open_prompt(record.rank)
         if isinstance(record, Told) and record.number == _WHO:
             self._tells_who = False
-            self._stopped.tell_who(visitors.read_status(fds[0])["ranks"])
+            self._stopped.tell_who(registry.read_status(fds[0])["ranks"])
         else:
             super()._show(record, fds)
 

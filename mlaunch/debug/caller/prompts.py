@@ -21,7 +21,7 @@ from mlaunch.caller.report import notebook
 from mlaunch.core import load
 from mlaunch.debug.wire import Onward, PromptAsks, PromptLeft, PromptLine, PromptSays
 from mlaunch.protocol.channel import assert_never
-from mlaunch.protocol.visitors import STATUS
+from mlaunch.protocol.registry import STATUS
 
 if TYPE_CHECKING:
     from mlaunch.debug.wire import DebuggersEnd, PromptTells

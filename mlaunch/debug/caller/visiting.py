@@ -15,9 +15,9 @@ from mlaunch.caller import interrupts, running_launches
 from mlaunch.debug.caller import asking
 from mlaunch.debug.caller.prompts import StoppedRanks, question, view_of
 from mlaunch.debug.wire import COME, NAME, QUIT, stop_word
-from mlaunch.protocol import visitors
+from mlaunch.protocol import registry
 from mlaunch.protocol.channel import Channel
-from mlaunch.protocol.visitors import VISIT
+from mlaunch.protocol.registry import VISIT
 
 if TYPE_CHECKING:
     from mlaunch.debug.wire import DebuggersEnd
@@ -46,9 +46,9 @@ class LaunchParts:
     def _enter(self, name: str) -> None:
         connection = running_launches.connect(name)
         self._open.append(connection)
-        terms = visitors.ask(connection, _saying(COME), _ANSWER_TIMEOUT)
+        terms = registry.ask(connection, _saying(COME), _ANSWER_TIMEOUT)
         with running_launches.connect(name) as another:  # the first is the visit, and stays open
-            told = visitors.ask(another, question(), _ANSWER_TIMEOUT)
+            told = registry.ask(another, question(), _ANSWER_TIMEOUT)
         if terms is None or told is None:
             raise LookupError(f"the launch {name} has ended, or does not answer")
         if "refused" in terms:
@@ -67,7 +67,7 @@ class LaunchParts:
         with contextlib.ExitStack() as stack:
             names = dict.fromkeys(self._of_rank.values())
             found = [stack.enter_context(running_launches.connect(name)) for name in names]
-            answers = [visitors.ask(connection, _saying(QUIT), None) for connection in found]
+            answers = [registry.ask(connection, _saying(QUIT), None) for connection in found]
         return [answer["refused"] for answer in answers if answer is not None]
 
     def close(self) -> None:

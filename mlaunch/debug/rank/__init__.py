@@ -17,7 +17,7 @@ from mlaunch.core.parts import RankPart
 from mlaunch.debug.rank.breakpoints import BreakpointHook
 from mlaunch.debug.wire import PROMPT, DebugTerms, HoldLimits, OpenPrompt, PromptSays
 from mlaunch.protocol.channel import TEXT_LIMIT, Channel
-from mlaunch.rank.setup import device, group
+from mlaunch.rank import device, group
 
 if TYPE_CHECKING:
     from mlaunch.debug.rank.ide import FollowedSession, IdeSession

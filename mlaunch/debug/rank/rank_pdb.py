@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from mlaunch.base.frames import innermost_users, is_bottom, is_ours
 from mlaunch.debug.wire import Onward, PromptAsks, PromptLeft, PromptLine, PromptSays
-from mlaunch.rank import remote_error
-from mlaunch.rank.setup import group
+from mlaunch.rank import group, remote_error
 
 if TYPE_CHECKING:
     from mlaunch.debug.wire import PromptHears, PromptTells, RanksEnd

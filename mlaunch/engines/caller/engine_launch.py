@@ -14,6 +14,7 @@ from mlaunch import features
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout, report_of
 from mlaunch.base.linux import working_directory
 from mlaunch.base.text import ranges
+from mlaunch.caller.fork_server import in_memfds
 from mlaunch.caller.launch.call import flush_streams, with_parts
 from mlaunch.caller.launch.handle import LaunchHandle
 from mlaunch.caller.launch.plan import Attempt, spec_of
@@ -24,8 +25,7 @@ from mlaunch.caller.output.output_plan import OutputPlan, output_plan, with_dire
 from mlaunch.caller.output.relay import Relay
 from mlaunch.caller.report import notebook
 from mlaunch.caller.report.launch_report import History
-from mlaunch.caller.report.user_frames import warn_caller
-from mlaunch.caller.server.fork_server import in_memfds
+from mlaunch.caller.report.notebook import warn_caller
 from mlaunch.core import load
 from mlaunch.core.load import CallerParts
 from mlaunch.engines.caller.machines import Machine, PlacedMachines, say

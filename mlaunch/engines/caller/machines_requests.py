@@ -30,8 +30,8 @@ from mlaunch.base.text import printable
 from mlaunch.engines.caller.machines import Machine
 from mlaunch.protocol import registry
 from mlaunch.protocol.messages import AgentHears, AgentSays, AgentsEnd, ForPart, PartSays, Question
+from mlaunch.protocol.registry import Reception, answer, tell_launcher
 from mlaunch.protocol.spec import LaunchSpec
-from mlaunch.protocol.visitors import Reception, answer, tell_launcher
 
 _ID_SHOWN = 8
 _REASON = 100  # bytes of the reason for a stop

@@ -17,8 +17,8 @@ from types import FrameType
 from mlaunch.agreed_stop.wire import NAME, AskToStop
 from mlaunch.base import linux, signals
 from mlaunch.base.fds import KeptFd, close_all, ready
+from mlaunch.caller.fork_server import ForkServer
 from mlaunch.caller.launch.watchdog import Killed, Limits, remove_names
-from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.core.load import MachineParts
 from mlaunch.engines.wire import (
     Alive,

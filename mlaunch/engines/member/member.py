@@ -26,7 +26,7 @@ from mlaunch.base.exceptions import LaunchError, LaunchTimeout
 from mlaunch.base.fds import ready
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, place, plan
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.server.warm_server import warm_server
+from mlaunch.caller.warm_server import warm_server
 from mlaunch.core.load import MachineParts
 from mlaunch.engines.member.machine_launch import CallersHeartbeat, MachineLaunch
 from mlaunch.engines.wire import (

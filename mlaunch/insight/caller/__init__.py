@@ -79,13 +79,13 @@ def watch_calls(name: str, log: CallLog) -> None:
 
 def stacks_of(name: str | None) -> StacksOfRanks:
     """Return the Python stacks of the ranks of the launch of this name in the registry; none if it does not run."""
-    from mlaunch.protocol import registry, visitors
+    from mlaunch.protocol import registry
 
     connection = None if name is None else registry.connect(os.environ, name)
     if connection is None:
         return StacksOfRanks()
     with connection:
-        status = visitors.ask(connection, STACKS, _STACKS_TIMEOUT)
+        status = registry.ask(connection, STACKS, _STACKS_TIMEOUT)
     return StacksOfRanks((status or {}).get("ranks", ()))
 
 

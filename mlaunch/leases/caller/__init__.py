@@ -16,14 +16,14 @@ from mlaunch.base.exceptions import misuse
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.log import log
 from mlaunch.base.text import in_bytes, ranges
+from mlaunch.caller.fork_server import ForkServer
 from mlaunch.caller.launch import plan
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.core.parts import CallerPart, Spell
 from mlaunch.core.records import Grant, Need
 from mlaunch.leases.caller.acquisition import Acquisition, DeviceLease, Wish
 from mlaunch.leases.caller.lease_directory import place
-from mlaunch.rank.setup import device
+from mlaunch.rank import device
 
 VARIABLE = "MLAUNCH_LEASED"  # in ranks: devices of their launch, and of the launches around it
 _PLACE = "place on the CPUs"

@@ -19,10 +19,10 @@ from _pytest.config import default_plugins
 
 from mlaunch.caller import interrupts
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.server.warm_server import warm_server
+from mlaunch.caller.warm_server import warm_server
 from mlaunch.pytest.caller.mark import Shape
 from mlaunch.pytest.wire import Beginning, CoveragePlan
-from mlaunch.rank.setup import device
+from mlaunch.rank import device
 
 if TYPE_CHECKING:
     from mlaunch.leases.caller import LeaseRequest

@@ -23,8 +23,7 @@ import pytest
 from mlaunch.base import seeding
 from mlaunch.protocol import explain, this_rank
 from mlaunch.pytest.wire import Surroundings
-from mlaunch.rank import for_users, in_step
-from mlaunch.rank.setup import device, group
+from mlaunch.rank import device, for_users, group, in_step
 from mlaunch.torch_parts import process_groups
 
 _SEED = 0
@@ -299,12 +298,12 @@ def _of_torch() -> Sequence[tuple[Callable[[], Any], Callable[[Any], object]]]:
     import torch
 
     from mlaunch.comm.rank import exchange, world
-    from mlaunch.torch_parts import default_device
+    from mlaunch.torch_parts import lacking
 
     cudnn = torch.backends.cudnn
     return (
         (torch.get_default_dtype, torch.set_default_dtype),
-        (default_device.that_was_set, torch.set_default_device),
+        (lacking.that_was_set, torch.set_default_device),
         (torch.is_grad_enabled, torch.set_grad_enabled),
         (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
         (_deterministic, lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1])),

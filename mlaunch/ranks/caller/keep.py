@@ -20,12 +20,12 @@ from mlaunch.caller.launch.start import with_restarts
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.console import StartingLine
 from mlaunch.caller.output.output_plan import place_of
-from mlaunch.caller.report.user_frames import warn_caller
-from mlaunch.caller.server.warm_server import warm_server
+from mlaunch.caller.report.notebook import warn_caller
+from mlaunch.caller.warm_server import warm_server
 from mlaunch.core.records import Grant
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import Context
-from mlaunch.rank.setup import device
+from mlaunch.rank import device
 from mlaunch.ranks.caller.rank_set import ClosedError
 from mlaunch.ranks.caller.ranks import Ranks, ranks_of
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlaunch.base.exceptions import RanksLost, misuse
 from mlaunch.base.log import log
-from mlaunch.caller import arguments, interrupts, nesting
+from mlaunch.caller import checks, interrupts
 from mlaunch.caller.launch.call import flush_streams, planned, server_for
 from mlaunch.caller.launch.plan import Attempt, ThisMachine
 from mlaunch.caller.launch.settle import Ended
@@ -28,8 +28,8 @@ from mlaunch.caller.output.console import StartingLine
 from mlaunch.caller.output.output_plan import OutputPlan, output_plan, place_of, with_directory
 from mlaunch.caller.output.relay import Relay
 from mlaunch.caller.report.launch_report import History, LaunchReport
-from mlaunch.caller.report.user_frames import warn_caller
-from mlaunch.caller.server.warm_server import warm_server
+from mlaunch.caller.report.notebook import warn_caller
+from mlaunch.caller.warm_server import warm_server
 from mlaunch.core.records import Grant
 from mlaunch.protocol import calls
 from mlaunch.protocol.calls import Call
@@ -120,7 +120,7 @@ class RankSet:
     def _submit(self, options: Options, call: Call, future: RanksFuture | None) -> tuple[RanksLaunch, KeptCall]:
         self._check()
         if not isinstance(call.function, calls.Reference):
-            arguments.check(call.function, call.args, call.kwargs)
+            checks.check_arguments(call.function, call.args, call.kwargs)
         flush_streams()  # what was printed before the call stands before what the ranks print
         while True:
             launch = self._present()
@@ -400,7 +400,7 @@ def check_ranks(options: Options) -> None:
 
 def _check(options: Options) -> None:
     """Refuse options that ranks that stay do not support."""
-    rank = nesting.rank_of_process() if options.join else ""
+    rank = checks.rank_of_process() if options.join else ""
     if rank:
         raise misuse(
             RuntimeError(

@@ -18,10 +18,9 @@ from mlaunch.protocol import calls, this_rank
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.messages import AnswerKind, Errand, Phase
 from mlaunch.protocol.payload import Payload
-from mlaunch.rank import in_step, rank_imports
+from mlaunch.rank import group, in_step, process, rank_imports
 from mlaunch.rank.base import RankArgs, Task
 from mlaunch.rank.function import FunctionRank, UnpicklableValueError, leave_groups
-from mlaunch.rank.setup import group, process
 from mlaunch.ranks.rank import held_objects
 from mlaunch.torch_parts import process_groups
 

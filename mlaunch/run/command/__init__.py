@@ -17,9 +17,8 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from mlaunch.base import own_process
+from mlaunch.caller.fork_server import ForkServer, Interpreter, start_interpreter
 from mlaunch.caller.interrupts import EndSignal
-from mlaunch.caller.server.fork_server import ForkServer
-from mlaunch.caller.server.start_server import Interpreter, start_interpreter
 from mlaunch.cli import UsageError
 from mlaunch.core import load
 from mlaunch.run.command.ending import FAILED, MISUSE, SIGNALLED, errors, fail, say

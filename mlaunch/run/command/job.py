@@ -23,9 +23,9 @@ from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.linux import working_directory
 from mlaunch.base.log import log
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.output import log_files
 from mlaunch.caller.output.output_plan import STREAMS, OutputPlan, Policy
 from mlaunch.cli import UsageError, at_least
+from mlaunch.protocol import launch_files
 from mlaunch.protocol import token as tokens
 from mlaunch.protocol.spec import Target
 from mlaunch.run.command.flags import options_of
@@ -443,7 +443,7 @@ def directory_of(output_flags: OutputFlags, size: int, run_id: str) -> str | Non
     if output_flags.log_dir is None and not any(policy.kept for policy in output_flags.policies(size).values()):
         return None
     try:
-        return log_files.new_directory(output_flags.log_dir or tempfile.mkdtemp(prefix="mlaunch-logs-"), run_id)
+        return launch_files.new_directory(output_flags.log_dir or tempfile.mkdtemp(prefix="mlaunch-logs-"), run_id)
     except OSError as error:
         raise UsageError(f"--log-dir {output_flags.log_dir or tempfile.gettempdir()}: {error.strerror}") from None
 

@@ -18,17 +18,17 @@ from mlaunch.base.linux import working_directory
 from mlaunch.base.log import tell_curious
 from mlaunch.base.text import ranges
 from mlaunch.caller import interrupts
+from mlaunch.caller.fork_server import ForkServer
 from mlaunch.caller.launch.plan import Accelerator, Attempt, ThisMachine, plan, shown
 from mlaunch.caller.launch.settle import Steps
 from mlaunch.caller.launch.start import start_launch, with_restarts
 from mlaunch.caller.report.launch_report import History
-from mlaunch.caller.server.fork_server import ForkServer
 from mlaunch.cli import UsageError
 from mlaunch.core import load
 from mlaunch.core.load import CallerParts
 from mlaunch.protocol.server_messages import Ready
 from mlaunch.protocol.spec import Context, LaunchSpec, Nodes
-from mlaunch.rank.setup import device
+from mlaunch.rank import device
 from mlaunch.run.command.ending import FAILED, STOPPED, TIMED_OUT, annotate, fail, say, status_of
 from mlaunch.run.command.flags import as_flag
 from mlaunch.run.command.job import AT_THE_START, Job, OutputFlags, directory_of, output_plan, target_of, without_output

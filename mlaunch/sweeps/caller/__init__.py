@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from mlaunch.base.exceptions import misuse
-from mlaunch.caller import arguments, nesting
+from mlaunch.caller import checks
 from mlaunch.caller.call_log import CallLog
 from mlaunch.caller.options.launch_options import Options, about
 from mlaunch.caller.report.launch_report import LaunchReport
-from mlaunch.caller.report.user_frames import hide_ours
+from mlaunch.caller.report.notebook import hide_ours
 from mlaunch.features import FEATURES
 from mlaunch.protocol.calls import Call
 from mlaunch.sweeps.caller import trial
@@ -111,8 +111,8 @@ def _submit(options: Options, call: Call, name: str, keep_report: Callable[[Laun
     """
     _check(options, name, "submit")
     function = cast("Callable[..., Any]", call.function)
-    arguments.check(function, call.args, call.kwargs)
-    arguments.check_values(function, call.args, call.kwargs)
+    checks.check_arguments(function, call.args, call.kwargs)
+    checks.check_values(function, call.args, call.kwargs)
     given = trial.given_in_words(trial.given_names(function, 0, call.args, call.kwargs))
     starts = options.engine is None and not _waits(options)
     status = RunStatus(dataclasses.replace(surroundings_of(options), given=given), starting=starts)
@@ -123,11 +123,11 @@ def _submit(options: Options, call: Call, name: str, keep_report: Callable[[Laun
 
 def _check(options: Options, name: str, method: str) -> None:
     """Raise for options that a launch in the background cannot have; see ``_submit``. ``method``: the launcher's."""
-    nesting.refuse_in_bootstrap(name)
-    if nesting.place_to_join(options, name) is not None:
+    checks.refuse_in_bootstrap(name)
+    if checks.place_to_join(options, name) is not None:
         raise misuse(
             RuntimeError(
-                f"{name}.{method}() in {nesting.rank_of_process()}, which would join the other ranks and run the "
+                f"{name}.{method}() in {checks.rank_of_process()}, which would join the other ranks and run the "
                 f"function itself; allowed: a blocking call, or join=False"
             )
         )

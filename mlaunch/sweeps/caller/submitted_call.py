@@ -26,7 +26,7 @@ from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.console import LivePlace
 from mlaunch.caller.output.output_plan import OutputPlan, output_plan, place_of, with_directory
 from mlaunch.caller.report.launch_report import LaunchReport
-from mlaunch.caller.server.warm_server import warm_server
+from mlaunch.caller.warm_server import warm_server
 from mlaunch.core.load import CallerParts, room
 from mlaunch.core.records import Grant, Need
 from mlaunch.protocol.calls import Call

@@ -22,12 +22,12 @@ from mlaunch.base.exceptions import hides_our_frames, misuse
 from mlaunch.base.fds import renewed
 from mlaunch.base.log import log
 from mlaunch.base.text import in_seconds, on_a_clock
-from mlaunch.caller import arguments, interrupts
+from mlaunch.caller import checks, interrupts
 from mlaunch.caller.launch.settle import Ended, add_note
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.console import LivePlace, live_place
 from mlaunch.caller.report.launch_report import LaunchReport
-from mlaunch.caller.report.user_frames import raises_from_caller, without_ours
+from mlaunch.caller.report.notebook import raises_from_caller, without_ours
 from mlaunch.core import load
 from mlaunch.protocol.calls import Call
 from mlaunch.sweeps.caller.launch_loop import loop
@@ -311,8 +311,8 @@ class SweepPlan:
     def begin(self, calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> Sweep:
         """Begin a launch for each (arguments, keyword arguments). TypeError for what the function does not take."""
         for args, kwargs in calls:
-            arguments.check(self.function, (*self.bound, *args), kwargs)
-            arguments.check_values(self.function, (*self.bound, *args), kwargs)
+            checks.check_arguments(self.function, (*self.bound, *args), kwargs)
+            checks.check_values(self.function, (*self.bound, *args), kwargs)
         sweep = Sweep(self, [Call(self.function, (*self.bound, *args), dict(kwargs)) for args, kwargs in calls])
         sweep.begin()
         return sweep

@@ -14,8 +14,7 @@ from mlaunch.base.exceptions import misuse
 from mlaunch.warm.wire import zygote_place
 
 if TYPE_CHECKING:
-    from mlaunch.caller.server.fork_server import ForkServer
-    from mlaunch.caller.server.start_server import Interpreter
+    from mlaunch.caller.fork_server import ForkServer, Interpreter
 
 # Times as people write them: ``90s``, ``30m``, ``8h``, ``2d``.
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}

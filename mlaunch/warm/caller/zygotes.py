@@ -21,6 +21,7 @@ from mlaunch.base import linux
 from mlaunch.base.exceptions import LaunchError, describe_exit
 from mlaunch.base.fds import KeptFd, close_all, in_forks
 from mlaunch.base.log import is_curious, tell_curious
+from mlaunch.base.own_process import not_followed
 from mlaunch.base.peer_process import (
     confinement,
     differences_to_peer,
@@ -30,10 +31,8 @@ from mlaunch.base.peer_process import (
     read_proc,
     rights_lacking_to_peer,
 )
-from mlaunch.base.unfollowed import not_followed
 from mlaunch.caller import interrupts
-from mlaunch.caller.server.fork_server import ForkServer, in_memfds
-from mlaunch.caller.server.start_server import Interpreter, with_huge_heap
+from mlaunch.caller.fork_server import ForkServer, Interpreter, in_memfds, with_huge_heap
 from mlaunch.protocol import registry, settings, token
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.server_messages import NotReady

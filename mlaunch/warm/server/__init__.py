@@ -34,7 +34,7 @@ from mlaunch.forkserver.main import serve
 from mlaunch.protocol import payload, settings
 from mlaunch.protocol.channel import Channel, assert_never
 from mlaunch.protocol.server_messages import NotReady, Ready
-from mlaunch.rank.setup import device, process
+from mlaunch.rank import device, process
 from mlaunch.warm.server.import_record import ImportRecord, LoadedFiles
 from mlaunch.warm.wire import import_facts, zygote_place
 from mlaunch.warm.wire.zygote_messages import (

@@ -13,8 +13,7 @@ from mlaunch.agent.rank_process import STOPPED, state_of
 from mlaunch.base import linux
 from mlaunch.base.fds import close_all, in_forks
 from mlaunch.base.frozen_record import frozen_record
-from mlaunch.caller.server.fork_server import ForkServer
-from mlaunch.caller.server.start_server import Interpreter, start_interpreter
+from mlaunch.caller.fork_server import ForkServer, Interpreter, start_interpreter
 from mlaunch.core import load
 from mlaunch.features import served_apart
 from mlaunch.protocol import registry

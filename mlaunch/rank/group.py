@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.core import load
 from mlaunch.protocol.spec import LaunchSpec
-from mlaunch.rank.setup import device
+from mlaunch.rank import device
 from mlaunch.rendezvous import tcp_store
 
 if TYPE_CHECKING:

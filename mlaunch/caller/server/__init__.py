@@ -1,1 +1,0 @@
-"""The caller's side of fork servers."""

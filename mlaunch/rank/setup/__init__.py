@@ -1,1 +1,0 @@
-"""Steps that make a process a rank: environment, device, group."""
