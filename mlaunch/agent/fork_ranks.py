@@ -138,7 +138,10 @@ def _fork_some(pending_ranks: Sequence[_PendingRank], context: ForkContext, laun
 def _prepare(context: ForkContext, local_rank: int) -> _PendingRank:
     spec = context.spec
     stacks_in, stacks_out = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    streams = {stream: os.pipe2(os.O_CLOEXEC) for stream in spec.streams(local_rank)}
+    readers, writers = [], {}
+    for stream in spec.streams(local_rank):
+        reader, writers[stream] = os.pipe2(os.O_CLOEXEC)
+        readers.append(reader)
     channel: Channel[RankSays, RankHears]
     control: Channel[ControlSays, ControlHears]
     channel, theirs = Channel.pair()
@@ -151,13 +154,11 @@ def _prepare(context: ForkContext, local_rank: int) -> _PendingRank:
         channel=theirs,
         crash_fd=memory_file(f"crash-{spec.rank(local_rank)}"),
         stack_fd=stacks_out,
-        pipes={stream: writer for stream, (_, writer) in streams.items() if stream not in _STANDARD},
+        pipes={stream: writer for stream, writer in writers.items() if stream not in _STANDARD},
         control=their_control,
         inherited=context.inherited,
     )
-    readers = [reader for reader, _ in streams.values()]
     context.owned.add(stacks_in, channel.fileno(), control.fileno(), *readers)
-    writers = {stream: writer for stream, (_, writer) in streams.items()}
     return _PendingRank(args, channel, control, stacks_in, readers, writers)
 
 

@@ -70,18 +70,15 @@ def run_agent(order: Order, home: Home) -> NoReturn:
         # If the fork server dies while this process is stopped, it goes on, sees that, and ends its ranks.
         linux.wake_with(home.server)
         home.foreign.close_in_child()
-        _serve_all(order, home.link, os.pidfd_open(home.server))
+        parent, wanted = os.pidfd_open(home.server), order
+        # One launch after another, as long as each ends well and the fork server has more.
+        while _serve(wanted, home.link, parent) and home.link is not None:
+            if (following := _rest(home.link, parent)) is None:
+                break
+            wanted = following
         code = 0
     finally:
         os._exit(code)
-
-
-def _serve_all(order: Order, link: Channel[RestingAgentHears, RestingAgentSays] | None, parent: int) -> None:
-    """Serve one launch after another, as long as each ends well and the fork server has more."""
-    wanted: Order | None = order
-    while wanted is not None:
-        is_free = _serve(wanted, link, parent)
-        wanted = _rest(link, parent) if is_free and link is not None else None
 
 
 def _serve(order: Order, link: Channel[RestingAgentHears, RestingAgentSays] | None, parent: int) -> bool:
@@ -89,7 +86,10 @@ def _serve(order: Order, link: Channel[RestingAgentHears, RestingAgentSays] | No
     launcher: AgentsEnd = Channel.adopt(order.fds.socket)
     try:
         _take_over_streams(order)
-        with launch_files.with_error_directory(_wanted(order)) as spec:
+        wanted: LaunchSpec = payload.read(order.fds.spec)
+        if order.fds.call is None:
+            wanted = as_prepared(wanted)
+        with launch_files.with_error_directory(wanted) as spec:
             is_free = _supervise(order, spec, launcher, link, parent)
     except NoLaunchError:
         linux.kill_children()
@@ -107,7 +107,7 @@ def _rest(link: Channel[RestingAgentHears, RestingAgentSays], parent: int) -> Or
     """Let go of everything of the last launch, and wait for the next one; None: there will be none."""
     # A process that hosts a thread and then forks can leave the child waiting for a lock of that thread's.
     store_server.let_go()
-    _leave_streams()
+    _to_null(1, 2)
     os.chdir("/")  # nor does it keep a file system busy
     if link.fileno() not in linux.wait_readable([link.fileno(), parent]):
         return None
@@ -119,28 +119,17 @@ def _rest(link: Channel[RestingAgentHears, RestingAgentSays], parent: int) -> Or
     return Order(own, None, tuple(held))
 
 
-def _wanted(order: Order) -> LaunchSpec:
-    """Return the launch that is to be made."""
-    spec: LaunchSpec = payload.read(order.fds.spec)
-    return as_prepared(spec) if order.fds.call is None else spec
-
-
 def _take_over_streams(order: Order) -> None:
     for fd, standard in ((order.fds.stdout, 1), (order.fds.stderr, 2)):
         os.dup2(fd, standard)
         os.close(fd)
 
 
-def _leave_streams() -> None:
-    null = os.open(os.devnull, os.O_WRONLY)
-    for standard in (1, 2):
-        os.dup2(null, standard)
-    os.close(null)
-
-
-def _silence_input() -> None:
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
+def _to_null(*standard: int) -> None:
+    """Put /dev/null in place of these streams."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in standard:
+        os.dup2(null, fd)
     os.close(null)
 
 
@@ -157,7 +146,7 @@ def _supervise(
     with contextlib.suppress(OSError):  # which a rank will tell
         os.chdir(spec.context.cwd)  # where hooks of the user's expect to run that follow a fork
     if spec.target is None:  # a command reads what its terminal or pipe gives, as under torchrun
-        _silence_input()
+        _to_null(0)
     listener = _listen(spec, launcher)
     owned = _owned(order, link, parent)
     joined = _join(spec, listener, launcher, parent, owned)
@@ -180,7 +169,10 @@ def _supervise(
     )  # fmt: skip
     supervisor = _begin(order, spec, scene, watch.deadline)
     went_well = _run(supervisor, spec, inspection, names, launcher)
-    if not _may_report_end(spec) or linux.wait_readable([parent], 0.0):  # then the launcher is to hear of that
+    # Ranks are reaped and nothing of theirs is left, so the next call need not wait for our exit, unless this process
+    # holds a file or port that it needs: that takes as long as unmapping torch does, a tenth of a call of 2 ranks.
+    may_report_end = spec.target is None and spec.cluster is None and spec.port == 0
+    if not may_report_end or linux.wait_readable([parent], 0.0):  # then the launcher is to hear of that
         return False
     if went_well and link is not None:
         link.try_send(Free())  # before the launcher can ask for another
@@ -238,13 +230,6 @@ def _begin(order: Order, spec: LaunchSpec, scene: Supervision, deadline: Deadlin
     supervisor.launch.begin_only_call(call_fd if order.call is None else None, spec.call.deadline, deadline)
     os.close(call_fd)
     return supervisor
-
-
-def _may_report_end(spec: LaunchSpec) -> bool:
-    """True if this process need not have ended before the next call: it holds no file or port that the call needs."""
-    # Ranks are reaped and nothing of theirs is left, so the call need not wait for our exit: that takes as long as
-    # unmapping torch does, a tenth of a call of 2 ranks.
-    return spec.target is None and spec.cluster is None and spec.port == 0
 
 
 def _listen(spec: LaunchSpec, launcher: AgentsEnd) -> socket.socket:

@@ -44,6 +44,7 @@ class _Shape(NamedTuple):
 
 
 _shapes: dict[type, _Shape] = {}
+_records: list[type] = []  # all classes
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
@@ -57,7 +58,14 @@ def frozen_record(cls: _Class) -> _Class:
     for name, method in _METHODS.items():
         if name not in own:
             setattr(cls, name, method)
+    _records.append(cls)
     return cls
+
+
+def read_shapes() -> None:
+    """Read the facts about all record classes, for forks: each would do it at its first record of a class."""
+    for cls in _records:
+        _shape_of(cls)
 
 
 def _shape_of(cls: type) -> _Shape:

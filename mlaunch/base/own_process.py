@@ -133,11 +133,6 @@ def wait_on_one_core(number: int) -> set[int]:
     return before
 
 
-def core_count() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
 def leave_core(before: set[int]) -> None:
     """Give the calling thread its cores back; do nothing if it has lost them meanwhile."""
     with contextlib.suppress(OSError):

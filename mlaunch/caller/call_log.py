@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ class CallLog:
     """The calls of a function and its copies, which ``options`` and methods make. Several threads may call at once."""
 
     def __init__(self) -> None:
-        self.reports: deque[LaunchReport] = deque(maxlen=_KEPT)  # the latest last
+        self.reports: deque[Callable[[], LaunchReport]] = deque(maxlen=_KEPT)  # make them; the latest last
         self._running: list[None] = []  # one for each call; a list needs no lock
 
     def begin(self) -> None:

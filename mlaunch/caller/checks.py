@@ -26,9 +26,17 @@ def place_to_join(options: Options, name: str) -> RankInfo | None:
     """Return the place of this process, if a call must not start ranks of its own; None: it starts them.
 
     Raises:
-        RuntimeError: This process is a rank of mlaunch.
+        RuntimeError: This process is a rank of mlaunch, or multiprocessing is importing the script into it.
         ValueError: It is a rank of another launcher, with another world size than the options ask for.
     """
+    # multiprocessing imports the main script in each process that it spawns, and sets this while it does.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise misuse(
+            RuntimeError(
+                f"{name}() is called while multiprocessing imports this script into a process of its own; "
+                f"put the call under if __name__ == '__main__':"
+            )
+        )
     if not options.join:
         return None
     rank = this_rank.this_rank
@@ -86,18 +94,6 @@ def run_joined(
     return [value if options.results == "all" or place.rank == 0 else None]
 
 
-def refuse_in_bootstrap(name: str) -> None:
-    """Raise RuntimeError in a process that multiprocessing spawns, while it imports the script."""
-    # multiprocessing imports the main script in each process that it spawns, and sets this while it does.
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise misuse(
-            RuntimeError(
-                f"{name}() is called while multiprocessing imports this script into a process of its own; "
-                f"put the call under if __name__ == '__main__':"
-            )
-        )
-
-
 _HINTS = {
     "rank": "torch.distributed.get_rank()",
     "local_rank": "mlaunch.comm.get_local_rank()",
@@ -123,12 +119,12 @@ def check_arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: M
             f"{function.__qualname__}() is a generator function: each rank would return a generator, which cannot be "
             f"pickled; return a list of its items, or call it in a function that does"
         ))  # fmt: skip
-    if (
-        not isinstance(function, FunctionType)
-        or hasattr(function, "__signature__")
-        or _clearly_fit(function, args, kwargs)
-    ):
+    if not isinstance(function, FunctionType) or hasattr(function, "__signature__"):
         return
+    code, optional = function.__code__, len(function.__defaults__ or ())
+    plain = not kwargs and code.co_kwonlyargcount == 0
+    if plain and code.co_argcount - optional <= len(args) <= code.co_argcount:
+        return  # they fit for certain; a closer check would cost a short call too much
     signature = inspect.signature(function, follow_wrapped=False)
     try:
         signature.bind(*args, **kwargs)
@@ -145,13 +141,6 @@ def check_values(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
                 f"argument {which!r} of {name}() is a generator, which cannot be pickled: pass a list of its items, or "
                 f"create it in the function, which each rank runs"
             ))  # fmt: skip
-
-
-def _clearly_fit(function: FunctionType, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """True if the arguments fit for certain; a closer check would cost a short call too much."""
-    code, optional = function.__code__, len(function.__defaults__ or ())
-    plain = not kwargs and code.co_kwonlyargcount == 0
-    return plain and code.co_argcount - optional <= len(args) <= code.co_argcount
 
 
 def _wrong(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

@@ -131,12 +131,13 @@ class launcher(Generic[P, R]):
     @property
     def last(self) -> LaunchReport | None:
         """The report of the latest call; None before the first."""
-        return self._calls.reports[-1] if self._calls.reports else None
+        latest = self._calls.reports.copy()
+        return latest[-1]() if latest else None
 
     @property
     def history(self) -> tuple[LaunchReport, ...]:
         """The reports of the latest 20 calls, the latest last."""
-        return tuple(self._calls.reports)
+        return tuple(report() for report in self._calls.reports.copy())
 
     # Calls that return before the ranks do
 
@@ -222,7 +223,6 @@ class launcher(Generic[P, R]):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[R]:
         __tracebackhide__ = True
-        checks.refuse_in_bootstrap(self._name)
         place = checks.place_to_join(self._options, self._name)
         checks.check_arguments(self._function, args, kwargs)
         if self._options.inline:
@@ -238,7 +238,7 @@ class launcher(Generic[P, R]):
             ended = _make_call(self._options, self._function, args, kwargs)
         finally:
             self._calls.end()
-        self._calls.reports.append(ended.report())
+        self._calls.reports.append(ended.report)
         try:
             return ended.result()
         finally:

@@ -59,7 +59,11 @@ class Preparation:
 
     def expect(self, server: ForkServer, spec: LaunchSpec) -> AgentsEnd | None:
         """Return the server's end of the channel of the next launch to prepare; None: prepare none."""
-        if not _is_wanted(spec):
+        alone = spec.cluster is None and spec.target is None and spec.port == 0 and spec.restarts.count == 0
+        small = spec.local_world_size <= max(_FEW_RANKS, _RANKS_PER_CORE * len(os.sched_getaffinity(0)))
+        if not (alone and small and not served_apart(spec.sections)) or os.environ.get(_VARIABLE) == "0":
+            return None
+        if linux.memory_is_short():
             return None
         ours: LaunchersEnd
         ours, theirs = Channel.pair()
@@ -82,13 +86,6 @@ class Preparation:
         if self._next is not None:
             self._next.channel.close()
         self._next = None
-
-
-def _is_wanted(spec: LaunchSpec) -> bool:
-    alone = spec.cluster is None and spec.target is None and spec.port == 0 and spec.restarts.count == 0
-    alone = alone and not served_apart(spec.sections)
-    small = spec.local_world_size <= max(_FEW_RANKS, _RANKS_PER_CORE * len(os.sched_getaffinity(0)))
-    return alone and small and os.environ.get(_VARIABLE) != "0" and not linux.memory_is_short()
 
 
 def _is_there(channel: LaunchersEnd) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Generic, NoReturn, TypeVar
 
 from mlaunch.base import linux
+from mlaunch.base.frozen_record import read_shapes
 
 Incoming = TypeVar("Incoming")  # the records that come from the other end: see messages.py
 Outgoing = TypeVar("Outgoing", contravariant=True)  # the records that the other end takes
@@ -25,10 +26,12 @@ _CLOSE_ON_EXEC, _LESS_CAME, _FDS_LACK = map(int, (socket.MSG_CMSG_CLOEXEC, socke
 
 
 def get_to_know(kinds: Iterable[object]) -> None:
-    """Make pickle cache the slots of each record class among ``kinds``, as it would at the first record.
+    """Do for all record classes what would be done at their first record, for forks of this process.
 
-    The cache changes the class, which takes a newly forked process a quarter of a millisecond.
+    Pickle caches the slots of each class among ``kinds``, which changes the class. That takes a newly forked process a
+    quarter of a millisecond.
     """
+    read_shapes()
     for kind in kinds:
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
             kind.__new__(kind).__reduce_ex__(pickle.HIGHEST_PROTOCOL)

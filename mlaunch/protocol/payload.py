@@ -10,7 +10,6 @@ tensors are writable, cost no further copy, and eight ranks that only read share
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import mmap
@@ -122,44 +121,36 @@ class _Spool:
         self._most = most
         self.small = io.BytesIO()
         self.originals: list[object] = []  # among what was written
-        self._file: BinaryIO | None = None
+        self.spilled: BinaryIO | None = None  # the file, once anything is in it
 
     def write(self, data: Any) -> int:
-        if self._file is None and self.small.tell() + len(data) <= self._most:
+        if self.spilled is None and self.small.tell() + len(data) <= self._most:
             return self.small.write(data)
         return self.file().write(data)
 
     def seek(self, place: int) -> int:
-        return (self._file or self.small).seek(place)
+        return (self.spilled or self.small).seek(place)
 
     def truncate(self) -> int:
-        return (self._file or self.small).truncate()
-
-    @property
-    def spilled(self) -> bool:
-        return self._file is not None
+        return (self.spilled or self.small).truncate()
 
     def file(self) -> BinaryIO:
         """Return the file, which contains what was written."""
-        if self._file is None:
+        if self.spilled is None:
             fd = self._memfd()
             # The file may hold an older, longer answer.
             os.ftruncate(fd, 0)
             os.lseek(fd, 0, os.SEEK_SET)
-            self._file = open(fd, "wb", closefd=False)  # noqa: SIM115 - the owner of the spool closes it
-            self._file.write(self.small.getbuffer())
-        return self._file
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+            self.spilled = open(fd, "wb", closefd=False)  # noqa: SIM115 - the owner of the spool closes it
+            self.spilled.write(self.small.getbuffer())
+        return self.spilled
 
 
 def _write(spool: _Spool, value: object, pickle_into: Callable[[Sink, object], Parts]) -> bytes:
-    with contextlib.closing(spool):
+    try:
         parts = pickle_into(spool, value)
         spool.originals = parts.originals
-        if not parts.buffers and not spool.spilled:
+        if not parts.buffers and spool.spilled is None:
             return spool.small.getvalue()
         file = spool.file()
         stream_size = file.tell()
@@ -172,6 +163,9 @@ def _write(spool: _Spool, value: object, pickle_into: Callable[[Sink, object], P
                 file.write(raw)
         file.write(table + _TRAILER.pack(stream_size, len(parts.buffers)))
         return b""
+    finally:
+        if spool.spilled is not None:
+            spool.spilled.close()
 
 
 def check(value: object) -> None:

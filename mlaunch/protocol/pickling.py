@@ -73,19 +73,7 @@ def pickle_by_name(file: Sink, value: object, *, in_band: bool = False) -> Parts
         # What was written by name before the failure is useless.
         file.seek(0)
         file.truncate()
-        return _by_value(_BackByValuePickler, file, value, Parts(in_band))
-
-
-def pickle_by_value(file: Sink, value: object) -> Parts:
-    return _by_value(_ByValuePickler, file, value, Parts())
-
-
-def _by_value(base: type[pickle.Pickler], file: Sink, value: object, parts: Parts) -> Parts:
-    table = {}
-    for part in reversed(cloudpickle.Pickler.dispatch_table.maps):
-        table.update(part)
-    table.update(reducers.table())
-    return _pickle_with(base, table, file, value, parts)
+        return pickle_by_value(file, value, _BackByValuePickler, in_band=in_band)
 
 
 class _ByNamePickler(pickle.Pickler):
@@ -158,13 +146,13 @@ class _ByValuePickler(cloudpickle.Pickler):
         return *found[:-1], tuple(self.cells.setdefault(id(cell), empty) for cell, empty in cells)
 
     def reducer_override(self, obj: Any) -> Any:
-        if _is_definition(obj):
-            _look_at(obj.__module__)
-            if type(obj) is _FUNCTION:
-                reducers.look_into_class_bodies(obj.__code__)
-            again = reducers.of_function(obj) if type(obj) is _FUNCTION else None
-            return self._numbered(obj, super().reducer_override(obj)) if again is None else self._known(obj, again)
         kind = type(obj)
+        if kind is _FUNCTION or issubclass(kind, type):
+            _look_at(obj.__module__)
+            if kind is _FUNCTION:
+                reducers.look_into_class_bodies(obj.__code__)
+            again = reducers.of_function(obj) if kind is _FUNCTION else None
+            return self._numbered(obj, super().reducer_override(obj)) if again is None else self._known(obj, again)
         if kind is types.ModuleType:
             _look_at(obj.__name__)
         if kind in self.dispatch_table:
@@ -211,19 +199,26 @@ class _BackByValuePickler(_ByValuePickler):
     """A pickler by value that still sends the caller's own objects by number."""
 
     def reducer_override(self, obj: Any) -> Any:
-        is_known = _is_definition(obj) or type(obj) in by_value.kinds
+        kind = type(obj)
+        is_known = kind is _FUNCTION or issubclass(kind, type) or kind in by_value.kinds
         return (is_known and by_value.reduce(obj)) or super().reducer_override(obj)
+
+
+def pickle_by_value(
+    file: Sink, value: object, base: type[_ByValuePickler] = _ByValuePickler, *, in_band: bool = False
+) -> Parts:
+    """Pickle for a reader that has not what this process defines in scripts and notebooks."""
+    table = {}
+    for part in reversed(cloudpickle.Pickler.dispatch_table.maps):
+        table.update(part)
+    table.update(reducers.table())
+    return _pickle_with(base, table, file, value, Parts(in_band))
 
 
 def _look_at(module: object) -> None:
     """Register a module that ranks cannot import, for good: another thread may be pickling something of it."""
     if isinstance(module, str) and not is_importable(module):
         cloudpickle.cloudpickle.register_pickle_by_value(sys.modules[module])
-
-
-def _is_definition(obj: object) -> bool:
-    kind = type(obj)
-    return kind is _FUNCTION or issubclass(kind, type)
 
 
 def _pickle_with(base: type[pickle.Pickler], table: dict[Any, Any], file: Sink, value: object, parts: Parts) -> Parts:

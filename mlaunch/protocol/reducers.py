@@ -251,7 +251,7 @@ def table() -> dict[type, Callable[[Any], Reduced]]:
     found[types.CodeType] = _reduce_code
     found[memoryview] = _reduce_view
     found |= _MARKS
-    found |= {kind: _reduce_weak_cache for kind in (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)}
+    found |= dict.fromkeys((weakref.WeakKeyDictionary, weakref.WeakValueDictionary), _reduce_weak_cache)
     if hasattr(typing, "TypeVarTuple"):
         found[typing.TypeVarTuple] = _reduce_parameter
     torch = sys.modules.get("torch")

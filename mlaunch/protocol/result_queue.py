@@ -41,7 +41,7 @@ class ResultQueue(SimpleQueue[R]):
         """Read from ``reader``, the end of another process's queue; None: make a queue."""
         if reader is None:
             self._reader, self._writer = multiprocessing.Pipe(duplex=False)
-            self._writer_fd = self._writer.fileno()
+            self.writer_fd = self._writer.fileno()
         else:
             self._reader = reader
         self._rest = b""  # the beginning of an answer that was read in part
@@ -55,14 +55,11 @@ class ResultQueue(SimpleQueue[R]):
     def fileno(self) -> int:
         return self._reader.fileno()
 
-    def writer_fileno(self) -> int:
-        return self._writer_fd
-
     def put(self, obj: R) -> None:
         """Send an answer, pickled as it is: it holds nothing that needs multiprocessing's own ways of pickling."""
         data = pickle.dumps(obj)
         # One write, below PIPE_BUF: the kernel takes it whole, so a rank that is killed while it sends leaves no half.
-        os.write(self._writer_fd, _LENGTH.pack(len(data)) + data)
+        os.write(self.writer_fd, _LENGTH.pack(len(data)) + data)
 
     def drain(self) -> list[R]:
         """Return what has arrived, without waiting. EOFError if nothing more can arrive, since all writers are gone."""
@@ -73,19 +70,15 @@ class ResultQueue(SimpleQueue[R]):
             if not data and not answers:
                 raise EOFError
             read = len(data)
-            self._rest = self._split(self._rest + data, answers)
+            data, at = self._rest + data, 0
+            while (begin := at + _LENGTH_SIZE) <= len(data):
+                end = begin + _length(data, at)[0]
+                if end > len(data):
+                    break
+                answers.append(pickle.loads(data[begin:end]))
+                at = end
+            self._rest = data[at:]
         return answers
-
-    def _split(self, data: bytes, answers: list[R]) -> bytes:
-        """Add the complete answers to ``answers``; return the remaining bytes."""
-        at, whole = 0, len(data)
-        while (begin := at + _LENGTH_SIZE) <= whole:
-            end = begin + _length(data, at)[0]
-            if end > whole:
-                break
-            answers.append(pickle.loads(data[begin:end]))
-            at = end
-        return data[at:]
 
     def close_reader(self) -> None:
         """Close the reading end; called in a writer, because only one process reads."""
@@ -116,8 +109,8 @@ class Results:
 
     def ways(self) -> list[int]:
         """Return the descriptors on which a rank answers."""
-        launchers = [] if self.to_launcher is None else [self.to_launcher.writer_fileno(), self._all_there]
-        return [self.queue.writer_fileno(), *launchers]
+        launchers = [] if self.to_launcher is None else [self.to_launcher.writer_fd, self._all_there]
+        return [self.queue.writer_fd, *launchers]
 
     def answer(self, answer: Answer, *, direct: bool) -> None:
         """Send the agent an answer; ``direct``: to a call that the launcher itself has sent."""

@@ -87,7 +87,7 @@ def _of_the_system() -> dict[str, object]:
         "affinity": tuple(sorted(os.sched_getaffinity(0))),
         "limits": tuple((number, *resource.getrlimit(number)) for number in _LIMITS),
         "score": _score(),
-        "slack": _timer_slack(),
+        "slack": _libc.prctl(_PR_GET_TIMERSLACK, 0, 0, 0, 0),  # nanoseconds by which timers of this thread may be late
     }
 
 
@@ -208,11 +208,6 @@ def _set_numpy(value: tuple[tuple[str, Any], ...]) -> None:
         import numpy as np
 
         np.seterr(**dict(value))
-
-
-def _timer_slack() -> int:
-    """Return by how many nanoseconds timers of this thread may be late."""
-    return int(_libc.prctl(_PR_GET_TIMERSLACK, 0, 0, 0, 0))
 
 
 def _set_timer_slack(nanoseconds: int) -> None:

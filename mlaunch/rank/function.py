@@ -266,7 +266,7 @@ def run(args: RankArgs) -> NoReturn:
             process.flush()
             # The last thread of a process frees its memory; gloo's threads, which slept on other cores, did so for one
             # rank after the other.
-            if args.spec.local_world_size <= own_process.core_count():  # with more ranks no core is idle
+            if args.spec.local_world_size <= device.usable_cpus():  # with more ranks no core is idle
                 own_process.end_on_one_core(os.getppid() + args.local_rank)
         finally:
             os._exit(code)

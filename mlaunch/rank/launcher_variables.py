@@ -58,7 +58,7 @@ def identity(
         "MASTER_ADDR": address,
         "MASTER_PORT": port,
     }
-    return _strings({name: value for name, value in known.items() if value is not None})
+    return {name: str(value) for name, value in known.items() if value is not None}
 
 
 def of_rank(spec: LaunchSpec, local_rank: int, address: str, port: object) -> dict[str, str]:
@@ -78,11 +78,7 @@ def of_rank(spec: LaunchSpec, local_rank: int, address: str, port: object) -> di
     }
     own = identity(rank, spec.world_size, local_rank, spec.local_world_size, address, port)
     theirs = {name: value for name, value in spec.context.environ.items() if name not in _NOT_PASSED_ON}
-    return {**theirs, **_defaults(spec, local_rank), **own, **_strings(launch)}
-
-
-def _strings(values: Mapping[str, object]) -> dict[str, str]:
-    return {name: str(value) for name, value in values.items()}
+    return {**theirs, **_defaults(spec, local_rank), **own, **{name: str(value) for name, value in launch.items()}}
 
 
 def _defaults(spec: LaunchSpec, local_rank: int) -> dict[str, str]:

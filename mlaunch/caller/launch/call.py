@@ -60,7 +60,8 @@ def call_on_ranks(
         from mlaunch.core.load import adapted  # most calls do not need it
 
         options = adapted(options)
-    options = with_directory(options, name)
+    if options.log_dir is not None:
+        options = with_directory(options, name)
     flush_streams()  # what was printed before the call stands before what the ranks print
     work = CallWork(options, Call(function, args, kwargs), name)
     try:

@@ -314,7 +314,8 @@ class LaunchHandle:
         self.agent.close()
         self._limits.close()
         self.relay.close()
-        self.history.close()
+        if self.history.board is not None:
+            self.history.board.close()
 
     def _finish_output(self) -> None:
         """Show what ranks printed last. A slow reader of it delays neither an error nor the deadline."""
@@ -365,7 +366,8 @@ class LaunchHandle:
         self.outcome.take(record, fds)
         if self.parts is not None:
             self.parts.noticed(record)
-        self._send_words()
+        if self._unsent:
+            self._send_words()
         if isinstance(record, Reaped) and record.exitcode != 0:
             remove_names(self.spec, self.outcome.spec)
         if isinstance(record, (Finished, Reaped)):
@@ -390,10 +392,15 @@ class LaunchHandle:
             self._watchers.take(record.number, registry.read_status(fds[0]))
         elif isinstance(record, Waiting):
             self.waiting = record.text
+            self.relay.output.say(f"{self.spec.call.name} waits for its other machines, {record.text}")
         elif isinstance(record, PartSays):
             self._note(record)
-        if words := _words_on(self.spec.call.name, record):
-            self.relay.output.say(words)
+        elif isinstance(record, NamesLeft):
+            shown = ", ".join(record.paths[:_NAMES]) + (", ..." if record.paths[_NAMES:] else "")
+            self.relay.output.say(
+                f"nobody is left to remove {shown} on host {record.host}: {in_bytes(record.size)} of memory, which "
+                f"{self.spec.call.name} has left there and no process uses any more"
+            )
 
     def _note(self, record: PartSays) -> None:
         """Note what a feature's part in the agent has sent."""
@@ -408,14 +415,3 @@ class LaunchHandle:
             self.relay.output.say(note.words)
         if note.event is not None and self.parts is not None:
             self.parts.noticed(note.event)
-
-
-def _words_on(name: str, record: AgentSays) -> str:
-    """Return what to tell the user about a record; "" if nothing."""
-    if isinstance(record, NamesLeft):
-        shown = ", ".join(record.paths[:_NAMES]) + (", ..." if record.paths[_NAMES:] else "")
-        return (
-            f"nobody is left to remove {shown} on host {record.host}: {in_bytes(record.size)} of memory, which "
-            f"{name} has left there and no process uses any more"
-        )
-    return f"{name} waits for its other machines, {record.text}" if isinstance(record, Waiting) else ""

@@ -124,7 +124,7 @@ class Outcome:
         crash = self._read_crash(record.rank, fds[0])
         if record.stopped:
             self.stopped.add(record.rank)
-        if not record.failed and not self._should_have_stayed():
+        if not record.failed and not (self.spec.stays and self._should_have_stayed()):
             self.silent += [] if record.answered else [record.rank]
             return
         if record.stopped or record.rank in self.raised:
@@ -139,7 +139,7 @@ class Outcome:
     def _should_have_stayed(self) -> bool:
         """True if ranks that stay were not asked to leave, and no failure before explains that they did."""
         failed = any(not failure.consequence for failure in self.failures)
-        return self.spec.stays and not (self.leaving or failed or self.stopped or self.broken)
+        return not (self.leaving or failed or self.stopped or self.broken)
 
     def _read_crash(self, rank: int, fd: int) -> str:
         """Return what is known of a rank's crash: its stacks, or the record in its error file; "" if neither."""

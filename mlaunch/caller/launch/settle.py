@@ -52,7 +52,9 @@ def settle(outcome: Outcome, report: Callable[[], LaunchReport], *, lost: bool =
     try:
         if outcome.failed:
             _raise(outcome)
-        lacking = _lacking(outcome)
+        lacking: list[int] = []  # ranks that have sent neither a value nor the message that they have none
+        if outcome.spec.target is None:
+            lacking = sorted({*outcome.ranks_here} - outcome.values.keys() - {*outcome.silent})
         if lacking and not lost:  # without a failure, values may still be missing
             raise _lacks_values(outcome, lacking)
         values = _values(outcome)
@@ -100,13 +102,6 @@ def _values(outcome: Outcome) -> list[Any]:
                 "not_picklable",
             ) from error
     return values
-
-
-def _lacking(outcome: Outcome) -> list[int]:
-    """Return the ranks that have sent neither a value nor the message that they have none."""
-    if outcome.spec.target is not None:
-        return []
-    return sorted({*outcome.ranks_here} - outcome.values.keys() - {*outcome.silent})
 
 
 def _lacks_values(outcome: Outcome, ranks: Sequence[int]) -> LaunchError:

@@ -200,7 +200,7 @@ def with_restarts(
         if deadline is not None:
             left = max(0.0, deadline - (time.monotonic() - begun))
     ended = yield from attempt(Attempt(max_restarts, left, parts))
-    if may_be_repeated(ended.error):
+    if ended.error is not None and may_be_repeated(ended.error):
         seen.allow_another(ended.error, name, bool)
     return ended
 

@@ -67,7 +67,7 @@ class OutputPlan:
 
     def piped(self, size: int) -> tuple[tuple[int, ...], ...]:
         """Return the same for all ranks; () if there are none."""
-        return tuple(self.carried(local_rank) for local_rank in range(size)) if self.policies else ()
+        return tuple(map(self.carried, range(size))) if self.policies else ()
 
 
 class LaunchNumber:

@@ -136,8 +136,9 @@ class Relay:
         if read := ready & self._streams.keys():
             self._read_round(read)
         self.output.show_due()
-        self._await(self.output.console.blocked)
-        self.output.console.raise_interrupt()
+        if not self.output.untouched:  # most calls print nothing
+            self._await(self.output.console.blocked)
+            self.output.console.raise_interrupt()
         return ready & self._watched
 
     def show_status(self, status: Callable[[], list[str]]) -> None:
@@ -151,13 +152,13 @@ class Relay:
         """
         if not self.output.untouched:
             self._wait_for_reader(until)
-        self._await(None)
+            self._await(None)
         if stays:
             self._read_round({fd for fd, _ in self._poll.poll(0)} & self._streams.keys())
             for stream in self._streams.values() if not self.output.untouched else ():
                 self.output.end_stream(stream)
         else:
-            while self._read_round(set(self._streams)) or self._more_comes():
+            while self._streams and (self._read_round(set(self._streams)) or (self._ends_come and self._more_comes())):
                 self.output.show_lines()
                 self._wait_for_reader(until)
             for fd in list(self._streams):  # a process that outlived the launch holds the other end
@@ -172,8 +173,8 @@ class Relay:
             self.output.console.wait(until)
 
     def _more_comes(self) -> bool:
-        """Wait for more output, or an end, if all ends come; False if there is nothing to wait for."""
-        return self._ends_come and bool(self._streams) and bool(interrupts.wait_readable(list(self._streams), None))
+        """Wait for more output, or an end, as all ends come; False if there is nothing to wait for."""
+        return bool(self._streams) and bool(interrupts.wait_readable(list(self._streams), None))
 
     def turn_to(self, plan: OutputPlan, size: int, board: Board | None) -> None:
         """Begin another call's output."""

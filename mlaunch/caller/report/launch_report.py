@@ -284,10 +284,6 @@ class History:
         step = json.loads(entries[-1])[0] if entries else None
         return step if isinstance(step, int | float) and not isinstance(step, bool) else None
 
-    def close(self) -> None:
-        if self.board is not None:
-            self.board.close()
-
     def report(self, outcome: Outcome, printed: Mapping[int, bytes] | None) -> Callable[[], LaunchReport]:
         """Note what has happened so far; return a function that makes the report of it.
 
@@ -305,10 +301,10 @@ class History:
             )
             for rank, started in sorted(self.started.items())
         ]
+        begun, spec, facts = time.time() - now + self.begun, outcome.spec, {**outcome.facts}
+        kept = None if outcome.log_dir is None else launch_files.kept(outcome.log_dir)
         return _Once(
-            functools.partial(
-                self._report, outcome.spec, outcome.log_dir, printed, rows=rows, now=now, facts={**outcome.facts}
-            )
+            functools.partial(self._report, spec, begun, printed, rows=rows, now=now, log_dir=kept, facts=facts)
         )
 
     def report_of_values(
@@ -319,6 +315,7 @@ class History:
         ``sizes``: of their values, in bytes. ``begun``: the beginning of the call, in monotonic seconds.
         """
         board, now = self.board, time.monotonic()
+        on_the_clock = time.time() - now + begun
         times = board.all_times() if board is not None else []
         places = [""] * len(times)
         if board is not None and spec.sections:  # only features place ranks
@@ -330,20 +327,22 @@ class History:
                 for rank, (size, row, place) in enumerate(zip(sizes, map(read_times, times), places, strict=True))
             ]
             history = dataclasses.replace(self, begun=begun, ready=begun)
-            return history._report(spec, None, printed, rows=rows, now=now)
+            return history._report(spec, on_the_clock, printed, rows=rows, now=now)
 
         return _Once(make)
 
     def _report(
         self,
         spec: LaunchSpec,
-        log_dir: str | None,
+        begun: float,
         printed: Mapping[int, bytes] | None,
         *,
         rows: Sequence[_Row],
         now: float,
+        log_dir: str | None = None,
         facts: Mapping[str, Any] = _NOTHING,
     ) -> LaunchReport:
+        """Make a report. ``begun``: when the call began, by the system's clock."""
         return LaunchReport(
             name=spec.call.name,
             host=", ".join(dict.fromkeys(self.hosts.values())) or os.uname().nodename,
@@ -351,10 +350,10 @@ class History:
             restart_count=spec.restarts.count,
             world_size=spec.world_size,
             ranks=tuple(self._rank(row, spec, now) for row in rows),
-            log_dir=launch_files.kept(log_dir),
+            log_dir=log_dir,
             printed=printed,
             **facts,
-            begun=time.time() - time.monotonic() + self.begun,
+            begun=begun,
         )
 
     def _rank(self, row: _Row, spec: LaunchSpec, now: float) -> RankReport:

@@ -101,7 +101,7 @@ class ManyCalls:
         )
 
 
-def _submit(options: Options, call: Call, name: str, keep_report: Callable[[LaunchReport], None]) -> Run:
+def _submit(options: Options, call: Call, name: str, keep_report: Callable[[Callable[[], LaunchReport]], None]) -> Run:
     """Begin a call; return its future. Misuse is raised here, before anything starts.
 
     Raises:
@@ -123,7 +123,6 @@ def _submit(options: Options, call: Call, name: str, keep_report: Callable[[Laun
 
 def _check(options: Options, name: str, method: str) -> None:
     """Raise for options that a launch in the background cannot have; see ``_submit``. ``method``: the launcher's."""
-    checks.refuse_in_bootstrap(name)
     if checks.place_to_join(options, name) is not None:
         raise misuse(
             RuntimeError(

@@ -48,13 +48,13 @@ def surroundings_of(options: Options) -> Context:
 
 
 def drive(
-    run: Run, status: RunStatus, options: Options, call: Call, keep_report: Callable[[LaunchReport], None]
+    run: Run, status: RunStatus, options: Options, call: Call, keep_report: Callable[[Callable[[], LaunchReport]], None]
 ) -> None:
     """Hand a run to the thread that drives all runs."""
 
     def tell(how: Ended | BaseException) -> None:
         if isinstance(how, Ended):
-            keep_report(how.report())
+            keep_report(how.report)
         try:
             run._end(how)
         finally:

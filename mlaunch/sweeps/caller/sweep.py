@@ -304,7 +304,7 @@ class SweepPlan:
     bound: tuple[Any, ...]
     options: Options
     name: str
-    keep_report: Callable[[LaunchReport], None]
+    keep_report: Callable[[Callable[[], LaunchReport]], None]
     goes_on: bool
     file: TrialFile | None = None
 

@@ -157,7 +157,7 @@ class TrialPlan:
     call: Call
     given: Mapping[str, Any]
     label: str
-    keep_report: Callable[[LaunchReport], None]
+    keep_report: Callable[[Callable[[], LaunchReport]], None]
     surroundings: Context  # at the time of map(), grid() or retry()
     key: TrialKey
     number: int  # its place among the trials
