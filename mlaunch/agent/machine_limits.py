@@ -12,9 +12,9 @@ import os
 import resource
 import signal
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.text import in_bytes
 from mlaunch.protocol.failures import OOM_COUNTER
 
@@ -34,7 +34,7 @@ _MEMORY = "memory", "memory.oom_control", "memory.events"
 _PIDS = "pids", "pids.events", "pids.events"
 
 
-@frozen_record
+@dataclass(eq=False)  # a key of caches, which each launch looks into
 class Kernel:
     """The files in which the kernel says what there is."""
 

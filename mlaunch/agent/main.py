@@ -85,7 +85,9 @@ def _serve(order: Order, link: Channel[RestingAgentHears, RestingAgentSays] | No
     """Serve a launch; return True if this process is free for another, as it has told the fork server on ``link``."""
     launcher: AgentsEnd = Channel.adopt(order.fds.socket)
     try:
-        _take_over_streams(order)
+        for fd, standard in ((order.fds.stdout, 1), (order.fds.stderr, 2)):
+            os.dup2(fd, standard)
+            os.close(fd)
         wanted: LaunchSpec = payload.read(order.fds.spec)
         if order.fds.call is None:
             wanted = as_prepared(wanted)
@@ -117,12 +119,6 @@ def _rest(link: Channel[RestingAgentHears, RestingAgentSays], parent: int) -> Or
         return None
     own, held = LaunchFds.of(fds, prepares=following.prepares)
     return Order(own, None, tuple(held))
-
-
-def _take_over_streams(order: Order) -> None:
-    for fd, standard in ((order.fds.stdout, 1), (order.fds.stderr, 2)):
-        os.dup2(fd, standard)
-        os.close(fd)
 
 
 def _to_null(*standard: int) -> None:

@@ -32,7 +32,7 @@ _LONG_ENOUGH = 0.05  # seconds of running in which a rank that has got the signa
 _READ = 65536  # bytes: a pipe holds no more
 _PIDFD_THREAD = os.O_EXCL  # as the kernel defines it
 _EXIT_CODE = 49  # its place in /proc/PID/stat behind the name
-STOPPED, _AWAKE = frozenset("Tt"), frozenset("RD")  # the kernel's letters for the states of a process
+_AWAKE = frozenset("RD")  # the kernel's letters for the states of a process that runs, or waits for a moment
 
 
 @dataclass

@@ -234,9 +234,10 @@ def _numbers(pid: str) -> list[int]:
 
 
 def is_stopped(pid: int) -> bool:
-    """True if a child of this process is being stopped by a signal, or has been.
+    """True if a process is being stopped by a signal, or has been; without our /proc this is known of children only.
 
-    The kernel tells the parent only when the last thread has stopped, so this reads /proc, if its numbers are ours.
+    The kernel tells the parent only when the last thread has stopped, so this reads the main thread's state in /proc,
+    if its numbers are ours.
     """
     with contextlib.suppress(OSError):
         if os.readlink("/proc/self") == str(os.getpid()):

@@ -9,7 +9,6 @@ import signal
 import threading
 from collections.abc import Mapping
 
-from mlaunch.agent.rank_process import STOPPED, state_of
 from mlaunch.base import linux
 from mlaunch.base.fds import close_all, in_forks
 from mlaunch.base.frozen_record import frozen_record
@@ -98,8 +97,7 @@ def _is_there(channel: LaunchersEnd) -> bool:
     with contextlib.suppress(OSError, EOFError):
         record = channel.peek()
         if isinstance(record, AgentStarted):
-            # Read from the main thread's state: waitid reports a stop only when the last thread has stopped.
-            return state_of(record.pid) not in STOPPED
+            return not linux.is_stopped(record.pid)
         return not isinstance(record, AgentFailed)
     return False
 
@@ -110,7 +108,7 @@ def _drop(found: _Prepared) -> None:
         if not found.channel.intact() or not linux.wait_readable([found.channel.fileno()], 0.0):
             return
         record = found.channel.peek()
-        if isinstance(record, AgentStarted) and state_of(record.pid) in STOPPED:
+        if isinstance(record, AgentStarted) and linux.is_stopped(record.pid):
             _kill(found)
 
 

@@ -101,10 +101,10 @@ def _submodules(code: types.CodeType, top_level_dependencies: Iterable[object]) 
     packages = [module.__name__ for module in modules if getattr(module, "__package__", None)]
     found = []
     for package in packages:
-        for name in (f"{package}.{name}" for name in names):
-            if (module := sys.modules.get(name)) is not None:
+        for name in names:
+            if (module := sys.modules.get(f"{package}.{name}")) is not None:
                 found.append(module)
-                packages.append(name)  # by the name it was found under, which may not be its own
+                packages.append(f"{package}.{name}")  # by the name it was found under, which may not be its own
     return found
 
 

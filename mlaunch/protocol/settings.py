@@ -111,13 +111,13 @@ def _umask() -> int:
 
 def _score() -> str:
     with contextlib.suppress(OSError):
-        return _SCORE.read_text(encoding="ascii").strip()
+        return _SCORE.read_text(encoding="utf-8").strip()  # not ASCII: each rank would import that
     return ""
 
 
 def _set_score(value: str) -> None:
     if value and value != _score():
-        _SCORE.write_text(value, encoding="ascii")
+        _SCORE.write_text(value, encoding="utf-8")
 
 
 def _set_nice(value: int) -> None:

@@ -27,7 +27,6 @@ from mlaunch.base.frozen_record import frozen_record
 from mlaunch.protocol import token
 from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.rank import device
-from mlaunch.rendezvous import tcp_store
 
 SWITCH = "MLAUNCH_JOIN"
 OWNER = "MLAUNCH_RANK_PID"  # the process to which RANK and its like belong
@@ -38,9 +37,6 @@ _OPENMPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
 _LOOPBACK = "127.0.0.1"
 _SCONTROL_TIMEOUT = 60.0  # seconds
 _PORTS = (15000, 10000)  # the first, and how many: below those that the system gives to clients
-# A rank needs no token, and all that it starts would have it. The caller's variable about torchrun's store is about the
-# launch that the caller is part of.
-_NOT_PASSED_ON = {token.VARIABLE, tcp_store.HOSTED_BY_AGENT}
 
 
 # Ranks of mlaunch
@@ -63,6 +59,8 @@ def identity(
 
 def of_rank(spec: LaunchSpec, local_rank: int, address: str, port: object) -> dict[str, str]:
     """Return the whole environment of a rank that runs a function."""
+    from mlaunch.rendezvous import tcp_store  # which a caller does not need
+
     rank = spec.rank(local_rank)
     launch = {
         "ROLE_RANK": rank,
@@ -77,11 +75,16 @@ def of_rank(spec: LaunchSpec, local_rank: int, address: str, port: object) -> di
         OWNER: os.getpid(),  # of RANK: a process that a rank starts inherits these, but is no rank
     }
     own = identity(rank, spec.world_size, local_rank, spec.local_world_size, address, port)
-    theirs = {name: value for name, value in spec.context.environ.items() if name not in _NOT_PASSED_ON}
+    # A rank needs no token, and all that it starts would have it. The caller's variable about torchrun's store is about
+    # the launch that the caller is part of.
+    left_out = {token.VARIABLE, tcp_store.HOSTED_BY_AGENT}
+    theirs = {name: value for name, value in spec.context.environ.items() if name not in left_out}
     return {**theirs, **_defaults(spec, local_rank), **own, **{name: str(value) for name, value in launch.items()}}
 
 
 def _defaults(spec: LaunchSpec, local_rank: int) -> dict[str, str]:
+    from mlaunch.rendezvous import tcp_store  # which a caller does not need
+
     environ = spec.context.environ
     chosen = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     interface = spec.nodes.interface
@@ -122,11 +125,11 @@ def recognise(environ: Mapping[str, str]) -> RankInfo | None:
     # What a rank starts inherits RANK and the like, but would join as a second process of that rank.
     if switched_off or environ.get(OWNER, str(os.getpid())) != str(os.getpid()):
         return None
-    if all(name in environ for name in _TORCH):
+    if environ.keys() >= set(_TORCH):
         return from_torch(environ)
-    if environ.get("SUBMITIT_EXECUTOR") == "local" and all(name in environ for name in _SUBMITIT):
+    if environ.get("SUBMITIT_EXECUTOR") == "local" and environ.keys() >= set(_SUBMITIT):
         return from_submitit(environ)
-    of_srun, of_mpirun = (all(name in environ for name in names) for names in (_SLURM, _OPENMPI))
+    of_srun, of_mpirun = environ.keys() >= set(_SLURM), environ.keys() >= set(_OPENMPI)
     # A task of srun that has called MPI_Init has both, which agree; srun's say more.
     if of_srun and not (of_mpirun and _places(environ, _OPENMPI) != _places(environ, ("SLURM_PROCID", _SLURM[0]))):
         return from_slurm(environ)

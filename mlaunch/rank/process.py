@@ -76,7 +76,7 @@ def reset_process(
 
 
 def _shut_down_logging(inherited: list[object]) -> None:
-    known = {id(reference) for reference in inherited}
+    known = set(map(id, inherited))
     logging.shutdown([reference for reference in logging._handlerList if id(reference) not in known])  # type: ignore[attr-defined]
 
 
@@ -133,7 +133,7 @@ _set_by_imports: dict[str, tuple[str | None, str | None]] = {}
 def set_environ(wanted: dict[str, str]) -> None:
     """Replace the whole environment; the time zone and the directory of temporary files follow."""
     wanted = _after_imports(wanted) if _set_by_imports else wanted
-    zone, places = os.environ.get("TZ"), [os.environ.get(name) for name in _TEMPORARY]
+    zone, places = os.environ.get("TZ"), list(map(os.environ.get, _TEMPORARY))
     for name in os.environ.keys() - wanted.keys():
         del os.environ[name]
     for name, value in wanted.items():
@@ -141,7 +141,7 @@ def set_environ(wanted: dict[str, str]) -> None:
             os.environ[name] = value
     if zone != wanted.get("TZ"):
         time.tzset()
-    if "tempfile" in sys.modules and places != [wanted.get(name) for name in _TEMPORARY]:
+    if "tempfile" in sys.modules and places != list(map(wanted.get, _TEMPORARY)):
         vars(sys.modules["tempfile"])["tempdir"] = None  # its first answer, asked for before the fork
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout, is_misuse, misuse, report_of
 from mlaunch.base.frames import innermost_users
@@ -21,7 +21,7 @@ from mlaunch.caller.output.relay import Relay
 from mlaunch.caller.report.launch_report import History
 from mlaunch.caller.report.notebook import short_name
 from mlaunch.caller.warm_server import preparation
-from mlaunch.protocol import calls, explain, payload
+from mlaunch.protocol import calls, payload
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import LaunchSpec, details_of
 
@@ -149,27 +149,27 @@ def name_culprit(error: BaseException, call: Call | None, name: str) -> None:
     if not isinstance(error, Exception) or isinstance(error, OSError):  # the system's doing, not the call's
         return
     if call is not None and not is_misuse(error) and not interrupts.by_handler(error):
+        from mlaunch.protocol import explain  # only for this
+
         raise unpicklable_call(call, name, error) from explain.below_the_pickler(error)
 
 
 def unpicklable_call(call: Call, name: str, error: Exception) -> Exception:
     """Return the TypeError that says which part of a call cannot be pickled."""
-    found, culprit = _culprit(call, name)
-    return misuse(TypeError(f"{found} cannot be pickled{explain.reason(error)}{explain.instead_to_pass(culprit)}"))
+    from mlaunch.protocol import explain  # only for this
 
-
-def _culprit(call: Call, name: str) -> tuple[str, object]:
-    """Return the part of a call that cannot be pickled, with its name first."""
     parts: list[tuple[str, object]] = [(f"argument {i} of {name}", arg) for i, arg in enumerate(call.args)]
     parts += [(f"argument {key!r} of {name}", value) for key, value in call.kwargs.items()]
+    found, culprit = f"the call of {name}", cast(object, call)
     # Found afterwards, part by part: to look at each argument before would pickle all of them twice.
     for where, value in [*parts, (f"{name}", call.function)]:
         try:
             payload.check(value)
         except Exception:  # whatever a __reduce__ may raise
-            found, culprit = explain.culprit(value, where)
-            return f"{found}, which", culprit
-    return f"the call of {name}", call
+            part, culprit = explain.culprit(value, where)
+            found = f"{part}, which"
+            break
+    return misuse(TypeError(f"{found} cannot be pickled{explain.reason(error)}{explain.instead_to_pass(culprit)}"))
 
 
 # Restarts of all ranks after a failure

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 import weakref
@@ -80,7 +79,7 @@ class LaunchNumber:
     def __init__(self) -> None:
         with self._lock:
             taken = {other.number for other in self._running}
-            self.number = next(number for number in itertools.count(1) if number not in taken)
+            self.number = min({*range(1, len(taken) + 2)} - taken)
             self._running.add(self)
 
     def label(self, name: str = "") -> str:
