@@ -9,8 +9,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mlaunch.agreed_stop.wire import NAME, AskToStop, StopAgreed, StopOverdue, StopTerms
-from mlaunch.base import signals
 from mlaunch.base.exceptions import misuse
+from mlaunch.base.text import signal_name, signals_of
 from mlaunch.caller.report.launch_report import Stopped
 from mlaunch.core.parts import CallerPart
 from mlaunch.core.records import Note
@@ -25,7 +25,7 @@ class StopPart(CallerPart):
 
     def __init__(self, options: Options) -> None:
         given = options.stop_on
-        self._numbers = () if given is None else signals.numbers_of(f"stop_on={given!r}", given)
+        self._numbers = () if given is None else signals_of(f"stop_on={given!r}", given)
         self.section = StopTerms(options.stop_grace, self._numbers)
         self._before: dict[int, Any] = {}
         self._tell: Callable[[object], None] | None = None
@@ -56,7 +56,7 @@ class StopPart(CallerPart):
 
     def _take(self, number: int, _frame: FrameType | None) -> None:
         if not self._reason:
-            self._reason = signals.name_of(number)
+            self._reason = signal_name(number)
             if self._tell is not None:
                 self._tell(AskToStop(self._reason))
 

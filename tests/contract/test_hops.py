@@ -19,7 +19,7 @@ LIMITS = {
     "rank": (158, 32),
     "all": (662, 82),
 }
-MODULES = {"caller": 76, "rank": 94}
+MODULES = {"caller": 75, "rank": 93}
 FEATURES = {"caller": {"warm"}}  # of which something is loaded: it is asked for a fork server
 
 

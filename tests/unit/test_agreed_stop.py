@@ -34,7 +34,7 @@ from mlaunch.agreed_stop.wire import (
     StopTerms,
     ThawRanks,
 )
-from mlaunch.base import signals
+from mlaunch.base.text import signal_name, signals_of
 from mlaunch.engines.caller.machines_requests import MachinesStop
 from mlaunch.engines.member.machine_launch import SignalsHere
 from mlaunch.machines import link as machines_link
@@ -202,8 +202,8 @@ def test_why_ranks_have_not_stopped(check: int | None, checks: dict[int, int | N
 
 
 def test_signals_by_name() -> None:
-    assert signals.numbers_of("", "TERM, sigusr1,TERM") == (15, 10)
-    assert signals.name_of(15) == "TERM"
+    assert signals_of("", "TERM, sigusr1,TERM") == (15, 10)
+    assert signal_name(15) == "TERM"
 
 
 # Machines, whose caller agrees with all of them

@@ -13,7 +13,7 @@ from mlaunch.base import linux
 from mlaunch.protocol import payload
 from mlaunch.protocol.channel import Channel
 from mlaunch.protocol.messages import Ask, Told
-from mlaunch.rank import base
+from mlaunch.rank import control
 from mlaunch.torch_parts import process_groups
 from tests.conftest import TORCH
 from tests.processes import said_in_fork
@@ -35,7 +35,7 @@ def test_the_control_thread_takes_no_signal_that_the_main_thread_waits_for() -> 
 
     def wait_for_one() -> str:
         ours, theirs = Channel.pair()
-        base.start(theirs)
+        control.start(theirs)
         questions = Questions({0: ours})
         told = ask(questions)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})

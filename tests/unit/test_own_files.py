@@ -13,13 +13,13 @@ import pytest
 
 from mlaunch.base import own_files
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.output.output_plan import LogFile, new_directory
 from mlaunch.core.load import as_keyword
 from mlaunch.leases.caller import lease_directory
 from mlaunch.profile.caller import CallTrace
 from mlaunch.profile.rank import StepProfile
 from mlaunch.profile.wire import ProfileOrder, TracePart
 from mlaunch.protocol import launch_files, registry
+from mlaunch.protocol.launch_files import LogFile, new_directory
 from mlaunch.sweeps.caller.trial_file import TrialFile, TrialKey
 from mlaunch.warm.wire import zygote_place
 from tests.another_user import said_by_another_user

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from mlaunch.base import seeding, signals
+from mlaunch.base import seeding
 from mlaunch.base.frozen_record import frozen_record
+from mlaunch.base.text import signals_of
 
 if TYPE_CHECKING:
     from mlaunch.caller.launch.settle import Ended
@@ -225,10 +226,10 @@ class Signals(OptionType):
             return
         if not isinstance(value, str):
             raise TypeError(f"{name}={value!r}: allowed: {self}")
-        signals.numbers_of(f"{name}={value!r}", value)
+        signals_of(f"{name}={value!r}", value)
 
     def read(self, flag: str, word: object) -> object:
-        signals.numbers_of(f"{flag} {word}", str(word))
+        signals_of(f"{flag} {word}", str(word))
         return word
 
 

@@ -15,8 +15,9 @@ from dataclasses import replace
 from types import FrameType
 
 from mlaunch.agreed_stop.wire import NAME, AskToStop
-from mlaunch.base import linux, signals
+from mlaunch.base import linux
 from mlaunch.base.fds import KeptFd, close_all, ready
+from mlaunch.base.text import signal_name
 from mlaunch.caller.fork_server import ForkServer
 from mlaunch.caller.launch.watchdog import Killed, Limits, remove_names
 from mlaunch.core.load import MachineParts
@@ -304,7 +305,7 @@ class SignalsHere:
             signal.signal(number, self._take)
 
     def _take(self, number: int, _frame: FrameType | None) -> None:
-        self._reason = signals.name_of(number)
+        self._reason = signal_name(number)
 
     def take(self) -> str:
         """Return the name of a signal that has come, once; "" if none has."""
