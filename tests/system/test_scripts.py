@@ -20,6 +20,7 @@ from mlaunch import launcher
 from tests import launches
 from tests.conftest import ROOT
 from tests.contract.preparing import LIMIT
+from tests.imported import IMPORTED
 from tests.processes import children
 from tests.users import users_environ
 
@@ -28,7 +29,7 @@ from tests.users import users_environ
 @pytest.mark.slow
 def test_the_digits_example() -> None:
     done = subprocess.run(
-        [sys.executable, "examples/digits.py"],
+        [IMPORTED, "examples/digits.py"],
         capture_output=True,
         text=True,
         timeout=120,
