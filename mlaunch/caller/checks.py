@@ -94,6 +94,8 @@ def run_joined(
     return [value if options.results == "all" or place.rank == 0 else None]
 
 
+# Do the arguments fit
+
 _HINTS = {
     "rank": "torch.distributed.get_rank()",
     "local_rank": "mlaunch.comm.get_local_rank()",

@@ -332,7 +332,8 @@ def forget_inherited() -> None:
 in_forks(forget_inherited)
 
 
-# How fork servers start
+# The start of fork servers. ``forkserver``: one per caller process, started at the first launch, warm until the caller
+# ends. ``spawn``: a new interpreter that serves one launch. ``fork``: a fork of the caller that serves one.
 
 _BOOTSTRAP = "import sys; sys.path[:] = sys.argv[3:]; from mlaunch.forkserver.main import main; main({}, {}, {})"
 # A fork copies page tables, and torch's heap has 80 MiB. On huge pages a fork takes half of the time.

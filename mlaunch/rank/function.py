@@ -255,7 +255,7 @@ class UnpicklableValueError(TypeError):
 
 
 def run(args: RankArgs) -> NoReturn:
-    """Run a rank, and end the process: the frames above belong to the fork server."""
+    """Run a rank of any kind, and end the process: the frames above belong to the fork server."""
     code = 1  # an error in the lines below must not look like success
     try:
         code = _rank(args).live()

@@ -15,11 +15,11 @@ from tests.conftest import ROOT
 LIMITS = {
     "caller": (238, 41),
     "fork server": (79, 10),
-    "agent": (288, 40),
+    "agent": (286, 39),
     "rank": (158, 32),
-    "all": (662, 82),
+    "all": (662, 81),
 }
-MODULES = {"caller": 75, "rank": 93}
+MODULES = {"caller": 75, "rank": 92}
 FEATURES = {"caller": {"warm"}}  # of which something is loaded: it is asked for a fork server
 
 

@@ -94,6 +94,8 @@ def is_here() -> bool:
     return getattr(shell(), "kernel", None) is not None
 
 
+# Errors and warnings as from the line of the call
+
 E = TypeVar("E", bound=BaseException)
 R = TypeVar("R")
 P = ParamSpec("P")
