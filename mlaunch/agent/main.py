@@ -149,7 +149,7 @@ def _supervise(
     spec = joined.spec
     results = Results(spec.local_world_size, stay=spec.stays)
     agreed = (spec.launch_id, spec.rank_start, spec.world_size)
-    launcher.try_send(RanksStarting(time.monotonic(), *agreed), results.offered())
+    launcher.try_send(RanksStarting(time.monotonic(), *agreed, os.getpid()), results.offered())
     results.close_offered()
     owned.add(listener.fileno())
     names = SharedNames()

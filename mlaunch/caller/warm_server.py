@@ -96,9 +96,7 @@ def _is_there(channel: LaunchersEnd) -> bool:
         return False
     with contextlib.suppress(OSError, EOFError):
         record = channel.peek()
-        if isinstance(record, AgentStarted):
-            return not linux.is_stopped(record.pid)
-        return not isinstance(record, AgentFailed)
+        return not isinstance(record, AgentFailed) and not _is_of_stopped(record)
     return False
 
 
@@ -107,9 +105,13 @@ def _drop(found: _Prepared) -> None:
     with contextlib.closing(found.channel), contextlib.suppress(OSError, EOFError):
         if not found.channel.intact() or not linux.wait_readable([found.channel.fileno()], 0.0):
             return
-        record = found.channel.peek()
-        if isinstance(record, AgentStarted) and linux.is_stopped(record.pid):
+        if _is_of_stopped(found.channel.peek()):
             _kill(found)
+
+
+def _is_of_stopped(first: object) -> bool:
+    """True if the agent is stopped whose launch has brought this record first."""
+    return isinstance(first, AgentStarted | RanksStarting) and linux.is_stopped(first.pid)
 
 
 def _kill(found: _Prepared) -> None:

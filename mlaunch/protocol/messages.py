@@ -140,13 +140,15 @@ class Answer:
 class RanksStarting:
     """The ranks are starting. ``at``: the agent's monotonic seconds.
 
-    The other fields are what the machines agreed on. Attached: ``BoardFds``.
+    ``launch_id`` to ``world_size``: what the machines agreed on. ``pid``: the agent's, as this record may overtake
+    ``AgentStarted``; 0: an engine's launch. Attached: ``BoardFds``.
     """
 
     at: float
     launch_id: str
     rank_start: int
     world_size: int
+    pid: int = 0
 
 
 @frozen_record

@@ -397,7 +397,7 @@ def test_a_deadline(engine: Threads) -> None:
     for deadline in (0.3, 3.0, 30.0):
         with pytest.raises(LaunchTimeout) as caught:
             launcher(lambda: threading.Event().wait(), 2, engine=engine, deadline=deadline, grace_period=0.1)()
-        if "while the machines were joining" not in str(caught.value):  # as it may pass on a busy machine
+        if "were joining" not in str(caught.value):  # machines or ranks, as it may pass on a busy machine
             break
     assert "ranks 0-2 had not returned" in str(caught.value)
 
