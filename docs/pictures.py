@@ -87,11 +87,11 @@ def machines() -> str:
 
 # From the first to fork to the last: a room imports only what stands below it.
 ROOMS = (
-    ("cli/", "the command: ps, stacks, stop, doctor", "the caller", "#fdf3e1"),
+    ("cli/", "the command: ps, stop, doctor", "the caller", "#fdf3e1"),
     ("caller/", "plan, start and drive a launch; output, report", "the caller", "#fdf3e1"),
     ("forkserver/", "imports torch once; forks an agent per call", "the fork server", "#eef3fa"),
     ("agent/", "forks, supervises and stops the ranks", "the agent", "#eef3fa"),
-    ("rank/", "become a rank, answer calls, leave; join", "a rank", "#e9f6ea"),
+    ("rank/", "become a rank, answer calls, leave", "a rank", "#e9f6ea"),
     ("rendezvous/", "the store where ranks meet; addresses", "agent and ranks", "#f3ecf7"),
     ("core/", "hook points for features", "all of them", "#f2f2f2"),
     ("protocol/", "records, channels, memory files, pickling", "all of them", "#f2f2f2"),
@@ -101,7 +101,7 @@ ROOMS = (
 STATIONS = (
     ("plan", "caller/launch/plan"),
     ("send", "caller/launch/start"),
-    ("fork the agent", "forkserver/main"),
+    ("fork the agent", "forkserver/children"),
     ("join machines", "machines/agent"),
     ("fork the ranks", "agent/fork_ranks"),
     ("become a rank", "rank/function"),

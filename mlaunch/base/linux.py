@@ -1,4 +1,4 @@
-"""The calls of Linux that the standard library lacks: death with a parent, adoption of orphans, children left over."""
+"""Linux beyond the standard library: processes and their ends, streams and descriptors, signals, memory, waiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The children of the fork server: agents for launches, counts of devices, trial imports."""
+"""The children of the fork server: agents for launches, also prepared ones, counts of devices, trial imports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that the ranks, agent and launcher of one machine share: each rank's phase, since when, and its progress.
+"""Memory that the ranks, agent and launcher of one machine share: each rank's phase, progress and reports.
 
 A rank writes its own row and nobody else does, so there is no lock. The exceptions: the agent writes one field of the
 row, which the rank only reads, and the launcher writes the head. The board shows what a rank was doing if it dies

@@ -2,7 +2,8 @@
 
 Ranks that wait for each other take the same time for a step. Each computes for a part of it and waits for the rest, so
 a rank that computes longer waits less. No two clocks are compared. The time of the operations themselves, which is long
-on a busy machine and differs between ranks, does not count.
+on a busy machine and differs between ranks, does not count. On several machines, the agent of rank 0 compares what the
+others send it.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ agent's channel --records--> step() --> Outcome (values, failures), History (tim
 ranks' pipes ------bytes---> step() --> Relay --> CallOutput --> console, files
 nothing for too long ------> step() --> Limits: kill the agent, then the fork server
 Finished, Reaped, or the end of the channel --> step() is False --> end(): settled, as values or an error
+
+``Watchers`` has the features that watch a call which takes long.
 """
 
 from __future__ import annotations

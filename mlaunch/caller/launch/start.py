@@ -1,4 +1,4 @@
-"""The start of a launch: the one way from a plan to a handle, for functions and commands. And its restarts."""
+"""The start of a launch, the one way from a plan to a handle, for functions and commands; restarts after a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``%ranks`` and ``%%ranks`` in IPython: a notebook's ranks, its cells on them, and their output.
+"""``%ranks`` and ``%%ranks`` in IPython: a notebook's ranks, its cells on them, their output, jobs, and errors.
 
 ``%load_ext mlaunch`` brings them.
 """

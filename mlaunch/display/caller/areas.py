@@ -1,7 +1,7 @@
 """Places for lines that change while a launch runs: its status, and ranks' progress bars.
 
 On a terminal they are below the output (rich draws them), in a notebook at the top of the cell's output. Elsewhere,
-without rich on a terminal, or with a pipe as stdout, there are none.
+without rich on a terminal, or with a pipe as stdout, there are none. All launches of a process share one place.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One launch on the machines of an engine, of a function or of a command, and all the attempts of a call."""
+"""One launch on an engine's machines, of a function or a command: where they meet, and all attempts of a call."""
 
 from __future__ import annotations
 

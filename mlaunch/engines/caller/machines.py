@@ -1,4 +1,4 @@
-"""The machines of a call, from the request for them until they are given back."""
+"""The machines of a call, from the request for them until they are given back: questions, ends, heartbeats."""
 
 from __future__ import annotations
 

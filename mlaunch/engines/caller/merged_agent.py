@@ -1,4 +1,6 @@
-"""The agents of all machines, merged into one for the launch's handle, which then works as for a launch here. ::
+"""The agents of all machines, merged into one for the launch's handle, which then works as for a launch here.
+
+The time limits of such a launch, and the pipes for what its ranks print, are here, too. ::
 
 members --frames--> this thread --records, descriptors--> channel --> LaunchHandle, as of an agent on this machine
   values -> memfds   what ranks print -> pipes   rows of boards -> one board   times -> this machine's clock

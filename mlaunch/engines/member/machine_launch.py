@@ -1,4 +1,7 @@
-"""One launch on one machine: it sends its caller each record of its agent, and all that its ranks print."""
+"""One launch on one machine: it sends its caller each record of its agent, and all that its ranks print.
+
+It passes on a scheduler's signals, and ends when it no longer gets the caller's heartbeat.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``mlaunch ps --watch`` and ``train.watch()``: a table of what ranks do, drawn each second."""
+"""``mlaunch ps --watch`` and ``train.watch()``: a table of what ranks and devices do, drawn each second."""
 
 from __future__ import annotations
 

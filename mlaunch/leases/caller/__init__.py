@@ -1,4 +1,7 @@
-"""A call's way to its devices: its request for a lease, and its options once it has them."""
+"""A call's way to its devices: its request for a lease, and its options once it has them.
+
+It also waits for memory that ended launches have left on a device, and names other programs there.
+"""
 
 from __future__ import annotations
 

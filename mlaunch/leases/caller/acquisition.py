@@ -4,7 +4,7 @@
 
 A waiter watches one ticket, the last before its own that wants some of the same devices; only the first watches
 devices. So each end wakes one process and not all. The order is strict: later launches do not overtake one that wants
-many, unless its process is stopped.
+many, unless its process is stopped. A launch that would close a circle of waiting launches is refused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The rest of the plugin, in pytest's process: run a marked test on its ranks, and report the outcome.
 
 Setup, teardown, parameters, durations, xfail and reruns stay pytest's own: mlaunch only replaces the call of the
-function.
+function. With ``--pdb`` and ``--trace``, each test is a launch of its own, whose ranks have a prompt here.
 """
 
 from __future__ import annotations

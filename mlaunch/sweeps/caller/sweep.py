@@ -1,4 +1,4 @@
-"""``train.map`` and ``train.grid``: a launch for each value, or for each combination of values.
+"""``train.map`` and ``train.grid``: a launch for each value or combination, and their table.
 
 All trials are futures from the beginning. Only one at a time waits for devices: when it has them, the next one gets in
 line.
