@@ -49,6 +49,8 @@ class StepProfile:
         self._turns_count = True
         self._profile: profiler.profile | None = None
         self._asked_to_end: Any = signal.SIG_DFL  # what the signal does otherwise
+        self._ends_by: int | None = None  # that signal, once it has come
+        self._acts = False  # the profiler does something, perhaps writes the file, which must be whole
 
     def __enter__(self) -> None:
         self._try(self._begin)
@@ -66,8 +68,14 @@ class StepProfile:
             signal.signal(signal.SIGTERM, self._asked_to_end)
 
     def _write_and_end(self, number: int, _frame: FrameType | None) -> None:
-        """Write what was recorded, and then end as the signal does."""
-        self._end()
+        """Write what was recorded, and then end as the signal does; once the profiler has done what it is doing."""
+        self._ends_by = number
+        if not self._acts:
+            self._obey(number)
+
+    def _obey(self, number: int) -> None:
+        if self._profile is not None:
+            self._end()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
@@ -100,10 +108,13 @@ class StepProfile:
             self._end()
 
     def _end(self) -> None:
+        self._try(self._stop)
+
+    def _stop(self) -> None:
         # Removed first: stop() writes the file, and a user's step may come here again meanwhile.
         running, self._profile = self._profile, None
         if running is not None:
-            self._try(running.stop)
+            running.stop()
 
     def _at(self, step: int) -> profiler.ProfilerAction:
         """Return the profiler's action in a step: it warms up in the step before the first."""
@@ -127,6 +138,7 @@ class StepProfile:
             recorded.export_chrome_trace(f"/proc/self/fd/{fd}/{name}")
 
     def _try(self, act: Callable[[], None]) -> None:
+        within, self._acts = self._acts, True
         try:
             act()
         except Exception as error:  # torch's, CUPTI's, or of a full disk: the run must continue
@@ -134,3 +146,7 @@ class StepProfile:
             # No warning: a user's filter may turn it into an exception.
             what = f"{type(error).__name__}: {error}"
             print(f"mlaunch: rank {self._rank} is not profiled: {what}", file=sys.stderr, flush=True)
+        finally:
+            self._acts = within
+        if self._ends_by is not None and not within:
+            self._obey(self._ends_by)

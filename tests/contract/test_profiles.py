@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import re
+import signal
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -159,6 +160,22 @@ def test_a_rank_that_is_not_there_any_more(tmp_path: Path) -> None:
         pytest.warns(RuntimeWarning, match=r"trace\.json' lacks rank 1, which did not come to step 1"),
     ):
         launcher(die, 2, profile=tmp_path / "trace.json", profile_steps=(1, 2))()
+    assert steps_of(read(tmp_path / "trace.json")) == {0: ["1"]}
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_ended_while_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by another rank's failure, which often ends its own loop, too: its file is whole."""
+    export = torch.profiler.profile.export_chrome_trace
+
+    def end_and_export(profile: torch.profiler.profile, path: str) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        export(profile, path)
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", end_and_export)
+    ours = launcher(train, 1, profile=tmp_path / "trace.json", profile_steps=(1, 2), start_method="fork")
+    with pytest.raises(LaunchError, match="was killed by SIGTERM"):
+        ours()
     assert steps_of(read(tmp_path / "trace.json")) == {0: ["1"]}
 
 
