@@ -22,7 +22,7 @@ from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.log import log
 from mlaunch.base.own_process import not_followed, stay_unfollowed
 from mlaunch.caller import interrupts
-from mlaunch.caller.report.notebook import warn_caller
+from mlaunch.caller.report.user_frames import warn_caller
 from mlaunch.protocol import by_value, launch_files, payload
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.channel import Channel

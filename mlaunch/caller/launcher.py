@@ -16,7 +16,7 @@ from mlaunch.caller import checks, interrupts
 from mlaunch.caller.call_log import CallLog
 from mlaunch.caller.options import option_text
 from mlaunch.caller.options.launch_options import Options
-from mlaunch.caller.report.notebook import hide_ours, without_ours
+from mlaunch.caller.report.user_frames import hide_ours, without_ours
 from mlaunch.core import load
 
 if TYPE_CHECKING:

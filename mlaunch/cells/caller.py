@@ -17,7 +17,7 @@ from typing import Any
 from mlaunch.base.exceptions import misuse
 from mlaunch.base.text import name_ranks, ranges
 from mlaunch.caller.report import notebook
-from mlaunch.caller.report.notebook import warn_caller
+from mlaunch.caller.report.user_frames import warn_caller
 from mlaunch.cells.rank import describe_names, find_names, open_shell_early, pull, push, run_cell
 from mlaunch.cells.wire import Bundle, CellAnswer, NamesOfRank
 from mlaunch.core.load import room

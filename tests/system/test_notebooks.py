@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from mlaunch.caller.report.notebook import _READ_ON
+from mlaunch.caller.report.user_frames import _READ_ON
 from tests.conftest import OURS, ROOT
 from tests.processes import wait_gone
 from tests.system.engine_rigs import MPIRUN

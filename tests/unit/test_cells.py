@@ -14,7 +14,7 @@ import pytest
 import mlaunch
 from mlaunch import LaunchError, launcher
 from mlaunch.caller.launch.settle import settle
-from mlaunch.caller.report import notebook
+from mlaunch.caller.report import notebook, user_frames
 from tests.conftest import OURS
 
 IPython = pytest.importorskip("IPython")
@@ -87,7 +87,7 @@ def shown(raiser: object, monkeypatch: pytest.MonkeyPatch, mode: str = "Context"
 
 
 def fail() -> None:
-    raise notebook.without_ours(ValueError("no data")) from LaunchError("rank 1 of train() raised")
+    raise user_frames.without_ours(ValueError("no data")) from LaunchError("rank 1 of train() raised")
 
 
 @pytest.mark.parametrize(
@@ -103,14 +103,14 @@ def test_ipython_shows_the_line_of_a_misuse_last(misused: object, monkeypatch: p
 def test_ipython_shows_the_report_and_where_to_read_on(monkeypatch: pytest.MonkeyPatch) -> None:
     told = shown(fail, monkeypatch).splitlines()
     assert told[1].startswith("LaunchError")
-    assert told[-2:] == ["ValueError: no data", notebook._READ_ON]
+    assert told[-2:] == ["ValueError: no data", user_frames._READ_ON]
     assert "ValueError: no data" in shown(fail, monkeypatch, "Minimal").splitlines()[-1]  # nothing stands above
 
 
 def test_ipython_shows_the_line_that_asks_a_future_last(monkeypatch: pytest.MonkeyPatch) -> None:
     future: Future[None] = Future()
     monkeypatch.setattr(IPython, "get_ipython", SimpleNamespace)
-    future.set_exception(notebook.hide_ours(ValueError("no data")))
+    future.set_exception(user_frames.hide_ours(ValueError("no data")))
     told = shown(future.result, monkeypatch)
     assert "raiser()" in told
     assert "concurrent" not in told
@@ -118,9 +118,9 @@ def test_ipython_shows_the_line_that_asks_a_future_last(monkeypatch: pytest.Monk
 
 def test_an_error_is_hidden_in_ipython_alone_and_travels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(IPython, "get_ipython", lambda: None)
-    assert not vars(notebook.hide_ours(ValueError()))
+    assert not vars(user_frames.hide_ours(ValueError()))
     monkeypatch.setattr(IPython, "get_ipython", SimpleNamespace)
-    assert type(pickle.loads(pickle.dumps(notebook.hide_ours(ValueError())))) is ValueError
+    assert type(pickle.loads(pickle.dumps(user_frames.hide_ours(ValueError())))) is ValueError
     outcome: Any = SimpleNamespace(
         failed=True, interrupt=ValueError(), values={}, spec=SimpleNamespace(local_world_size=1)
     )

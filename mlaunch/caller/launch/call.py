@@ -33,7 +33,7 @@ from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.console import Console, StartingLine
 from mlaunch.caller.output.output_plan import OutputPlan, output_plan, place_of, with_directory
 from mlaunch.caller.report.launch_report import History
-from mlaunch.caller.report.notebook import warn_caller
+from mlaunch.caller.report.user_frames import warn_caller
 from mlaunch.caller.warm_server import warm_server
 from mlaunch.core.records import Grant, Need
 from mlaunch.protocol.calls import Call

@@ -17,7 +17,7 @@ from mlaunch.caller.launch.outcome import Outcome
 from mlaunch.caller.report import notebook
 from mlaunch.caller.report.failure_text import FailureText, doing_of, hints_of, in_order, meanwhile, of_value
 from mlaunch.caller.report.launch_report import LaunchReport
-from mlaunch.caller.report.notebook import hide_ours, warn_caller
+from mlaunch.caller.report.user_frames import hide_ours, warn_caller
 from mlaunch.core.records import Need
 from mlaunch.protocol import launch_files
 from mlaunch.protocol.messages import Phase

@@ -25,7 +25,7 @@ from mlaunch.caller.output.output_plan import OutputPlan, output_plan, with_dire
 from mlaunch.caller.output.relay import Relay
 from mlaunch.caller.report import notebook
 from mlaunch.caller.report.launch_report import History
-from mlaunch.caller.report.notebook import warn_caller
+from mlaunch.caller.report.user_frames import warn_caller
 from mlaunch.core import load
 from mlaunch.core.load import CallerParts
 from mlaunch.engines.caller.machines import Machine, PlacedMachines, say

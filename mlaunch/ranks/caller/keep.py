@@ -20,7 +20,7 @@ from mlaunch.caller.launch.start import with_restarts
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.console import StartingLine
 from mlaunch.caller.output.output_plan import place_of
-from mlaunch.caller.report.notebook import warn_caller
+from mlaunch.caller.report.user_frames import warn_caller
 from mlaunch.caller.warm_server import warm_server
 from mlaunch.core.records import Grant
 from mlaunch.protocol.calls import Call

@@ -19,7 +19,7 @@ from mlaunch.caller.launch.start import unpicklable_call
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.output_plan import OutputPlan
 from mlaunch.caller.report.launch_report import LaunchReport
-from mlaunch.caller.report.notebook import raises_from_caller
+from mlaunch.caller.report.user_frames import raises_from_caller
 from mlaunch.protocol import calls, explain, payload
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.payload import Payload

@@ -28,7 +28,7 @@ from mlaunch.caller.output.console import StartingLine
 from mlaunch.caller.output.output_plan import OutputPlan, output_plan, place_of, with_directory
 from mlaunch.caller.output.relay import Relay
 from mlaunch.caller.report.launch_report import History, LaunchReport
-from mlaunch.caller.report.notebook import warn_caller
+from mlaunch.caller.report.user_frames import warn_caller
 from mlaunch.caller.warm_server import warm_server
 from mlaunch.core.records import Grant
 from mlaunch.protocol import calls

@@ -13,7 +13,7 @@ from mlaunch.base.text import with_article
 from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options, about
 from mlaunch.caller.report.launch_report import LaunchReport
-from mlaunch.caller.report.notebook import warn_caller, without_ours
+from mlaunch.caller.report.user_frames import warn_caller, without_ours
 from mlaunch.core import load
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import Context

@@ -13,7 +13,7 @@ from mlaunch.caller import checks
 from mlaunch.caller.call_log import CallLog
 from mlaunch.caller.options.launch_options import Options, about
 from mlaunch.caller.report.launch_report import LaunchReport
-from mlaunch.caller.report.notebook import hide_ours
+from mlaunch.caller.report.user_frames import hide_ours
 from mlaunch.features import FEATURES
 from mlaunch.protocol.calls import Call
 from mlaunch.sweeps.caller import trial

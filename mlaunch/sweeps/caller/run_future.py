@@ -24,7 +24,7 @@ from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.console import LivePlace
 from mlaunch.caller.report.launch_report import LaunchReport
-from mlaunch.caller.report.notebook import raises_from_caller, without_ours
+from mlaunch.caller.report.user_frames import raises_from_caller, without_ours
 from mlaunch.core import load
 from mlaunch.protocol import registry
 from mlaunch.protocol.board import Board

@@ -27,7 +27,7 @@ from mlaunch.caller.launch.settle import Ended, add_note
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.console import LivePlace, live_place
 from mlaunch.caller.report.launch_report import LaunchReport
-from mlaunch.caller.report.notebook import raises_from_caller, without_ours
+from mlaunch.caller.report.user_frames import raises_from_caller, without_ours
 from mlaunch.core import load
 from mlaunch.protocol.calls import Call
 from mlaunch.sweeps.caller.launch_loop import loop

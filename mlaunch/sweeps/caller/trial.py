@@ -20,7 +20,7 @@ from mlaunch.caller.launch.settle import Ended
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.caller.output.console import LivePlace
 from mlaunch.caller.report.launch_report import LaunchReport
-from mlaunch.caller.report.notebook import raises_from_caller
+from mlaunch.caller.report.user_frames import raises_from_caller
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.spec import Context
 from mlaunch.sweeps.caller.launch_loop import loop

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from mlaunch.base.exceptions import misuse
 from mlaunch.base.fds import close_in_forks
-from mlaunch.caller.report.notebook import warn_caller
+from mlaunch.caller.report.user_frames import warn_caller
 
 _KIND = {"kind": "mlaunch sweep"}
 _HEAD = {"kind", "function", "source"}
