@@ -716,6 +716,7 @@ def test_a_plan_that_leads_elsewhere_is_not_followed() -> None:
 def test_only_the_first_failure_is_told(gate: Served) -> None:
     async def three() -> list[str]:
         first, second, third = streams = await members(gate.port, *(join(rank, 1, 3) for rank in range(3)))
+        await next_of(first[0], "plan")  # all have joined: after a failure, nobody does any more
         await control_protocol.send(first[1], {"failure": {"what": "raised ValueError"}})
         told = [(await next_of(third[0], "failure"))["what"]]
         await control_protocol.send(second[1], {"failure": {"what": "was killed by SIGKILL"}})
