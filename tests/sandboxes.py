@@ -114,8 +114,9 @@ class Said:
 def _enter(confine: Callable[[], None], writer: int) -> None:
     try:
         confine()
-    except OSError as error:  # in a container, say, or with another kernel
-        os.write(writer, f"{_NONE} {confine.__name__}: {error}".encode())
+    except OSError as error:  # in a container, say, or with another kernel; or a library starts a thread in each fork
+        threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+        os.write(writer, f"{_NONE} {confine.__name__}: {error}; threads: {', '.join(threads)}".encode())
         os._exit(0)
 
 

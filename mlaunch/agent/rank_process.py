@@ -140,8 +140,11 @@ class _Request:
 
         Handlers run nested on a small stack of their own, and a rank would die of too many (SIGSEGV).
         """
-        pid = self.rank.pid
-        return bool(self.rank.stacks) or (state_of(pid) in _AWAKE and _has_run(pid) < self.has_run + _LONG_ENOUGH)
+        return bool(self.rank.stacks) or self.starved(_AWAKE)
+
+    def starved(self, states: Collection[str] = "R") -> bool:
+        """True if the rank could run, by its state, and has hardly run since."""
+        return state_of(self.rank.pid) in states and _has_run(self.rank.pid) < self.has_run + _LONG_ENOUGH
 
 
 class StackRequests:
@@ -183,6 +186,10 @@ class StackRequests:
             rank.stacks = in_letters(rank.stacks + text)  # a letter may have come in parts
             if not text or is_whole_stack(rank.stacks):
                 del self._pending[stack_fd]
+
+    def starved(self) -> bool:
+        """True if a rank that has not answered waits for a CPU."""
+        return any(request.starved() for request in self._pending.values())
 
     def forget(self, rank: RankProcess) -> None:
         self._pending.pop(rank.stack_fd, None)

@@ -19,7 +19,7 @@ from mlaunch.agent.rank_process import RankProcess, StackRequests, state_of
 from mlaunch.base.deadline import NEVER
 from mlaunch.base.exceptions import RankFailure
 from mlaunch.base.fds import close_all
-from mlaunch.base.frames import STACKS_TIMEOUT, is_whole_stack
+from mlaunch.base.frames import STACKS_TIMEOUT, STARVED_TIMEOUT, is_whole_stack
 from mlaunch.base.text import last_bytes
 from mlaunch.protocol.channel import TEXT_LIMIT
 from mlaunch.protocol.messages import CAUSE_DELAY, Operations, Phase, RankStacks
@@ -39,6 +39,9 @@ class Escalation:
 
         within() --> ask --they have told, or STACKS_TIMEOUT--> request --grace period--> force
 
+    A rank that the system has hardly run since it was asked (``starved``) has up to STARVED_TIMEOUT: it can answer, and
+    a report without the place of a rank on a busy machine is the one that is needed most.
+
     One instance ends a launch (stacks, SIGTERM, SIGKILL). Another ends a call on ranks that stay (``ranks/agent.py``:
     stacks and numbers, SIGINT, the end of the launch). Failures, deadlines and stops all begin it. ``waits``: ranks
     have not told all that they were asked.
@@ -57,13 +60,16 @@ class Escalation:
         a_rank_ends: Callable[[], bool],
         ask: Callable[[], None],
         waits: Callable[[], bool],
+        starved: Callable[[], bool],
         request: Callable[[], None],
         force: Callable[[], None],
     ) -> None:
         self._clock, self._grace_period, self._a_rank_ends = clock, grace_period, a_rank_ends
         self._ask, self._waits, self._request, self._force = ask, waits, request, force
+        self._starved = starved
         # When each step is due.
         self._ask_at = self._request_at = self._force_at = NEVER
+        self._request_by = NEVER  # whatever starves
         self._longer = END_DELAY
 
     @property
@@ -98,9 +104,9 @@ class Escalation:
         now = self._clock()
         if now >= self._ask_at and not self._puts_off(now):
             self.skip_asking()
-            self._request_at = now + STACKS_TIMEOUT
+            self._request_at, self._request_by = now + STACKS_TIMEOUT, now + STARVED_TIMEOUT
             self._ask()
-        if self._request_at < NEVER and (now >= self._request_at or not self._waits()):
+        if self._request_at < NEVER and self._have_told(now):
             self.request(self._grace_period)
         if now >= self._force_at:
             self._force_at = NEVER
@@ -111,6 +117,14 @@ class Escalation:
         self._request_at = NEVER
         self._force_at = min(self._force_at, self._clock() + grace_period)
         self._request()
+
+    def _have_told(self, now: float) -> bool:
+        """True once ranks have told all that they were asked, or have had their time."""
+        if not self._waits():
+            return True
+        if now >= self._request_at and now < self._request_by and self._starved():
+            self._request_at = min(now + STACKS_TIMEOUT, self._request_by)
+        return now >= self._request_at
 
     def _puts_off(self, now: float) -> bool:
         """True if the first step is put off for a rank that is about to end."""
@@ -189,16 +203,16 @@ class Stopping:
         self._launcher = scene.launcher
         self._grace_period = scene.grace_period
         self._system = system = scene.system
+        self.asked = StackRequests(system.request, system.clock)
         self._escalation = Escalation(
             system.clock, scene.grace_period, a_rank_ends=self.a_rank_ends,
-            ask=self._ask, waits=self.waits, request=self._terminate, force=self._kill,
+            ask=self._ask, waits=self.waits, starved=self.asked.starved, request=self._terminate, force=self._kill,
         )  # fmt: skip
         self._questions = questions
         self._on_begin = on_begin
         self._leave_by = NEVER  # when ranks that have all answered are to have ended
         self.of_leaving = False  # it ends ranks that have all answered, which costs nothing
         self.begun = False  # the first step has been taken
-        self.asked = StackRequests(system.request, system.clock)
         self.endings = Endings(ranks, system)
         self._entered: EnteredRequests | None = None  # what ranks have entered, if that is to be told
         self._number: int = signal.SIGTERM  # which asks them to end

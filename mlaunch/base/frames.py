@@ -103,6 +103,7 @@ def module_of(file: str) -> str:
 STACK_SIGNAL = signal.SIGRTMAX - 1  # real-time signals, which programs hardly ever use
 ALL_STACKS_SIGNAL = signal.SIGRTMAX - 2
 STACKS_TIMEOUT = 0.3  # seconds for all ranks together
+STARVED_TIMEOUT = 2.0  # seconds, if there is one that waits for a CPU
 STATES = {"T": "it was stopped by a signal", "t": "a debugger holds it", "D": "it waits in the kernel"}
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\S+) in (?P<name>.*)$')
 _HEAD = "(most recent call first):"

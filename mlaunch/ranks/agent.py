@@ -67,7 +67,8 @@ class RepeatedCalls(Calls):
         self._kept_back: list[tuple[RankAnswered, list[int]]] = []
         self._escalation = Escalation(
             launch.clock, launch.grace_period, a_rank_ends=launch.stopping.a_rank_ends,
-            ask=self._ask, waits=self._waits, request=self._call_back, force=self._lose,
+            ask=self._ask, waits=self._waits, starved=launch.stopping.asked.starved,
+            request=self._call_back, force=self._lose,
         )  # fmt: skip
         for rank in launch.by_local_rank:
             rank.answer = AnswerKind.VALUE  # they are at work for nobody

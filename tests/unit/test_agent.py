@@ -25,14 +25,14 @@ from mlaunch.agent.inspection import Inspection
 from mlaunch.agent.one_call import WAIT_LIMIT, Calls, OneCall, PreparedCall
 from mlaunch.agent.questions import NumberRequests, Questions
 from mlaunch.agent.rank_process import RankProcess, StackRequests, is_ending, is_failing, request_stacks, watch_threads
-from mlaunch.agent.stopping import END_DELAY
+from mlaunch.agent.stopping import END_DELAY, Escalation
 from mlaunch.agent.supervision import NoLaunchError, Peers, Supervision, System
 from mlaunch.agent.supervisor import Supervisor
 from mlaunch.agreed_stop.wire import NAME, AskToStop
 from mlaunch.base import frames, linux
 from mlaunch.base.deadline import NEVER, Deadline
 from mlaunch.base.fds import OwnedFds
-from mlaunch.base.frames import STACKS_TIMEOUT
+from mlaunch.base.frames import STACKS_TIMEOUT, STARVED_TIMEOUT
 from mlaunch.base.linux import wait_readable
 from mlaunch.debug.wire import HoldDeadline
 from mlaunch.forkserver.children import Child
@@ -368,6 +368,7 @@ def test_a_rank_whose_handler_is_at_work_is_not_asked_again(monkeypatch: pytest.
     for at, has_run in ((0.0, 1.0), (1.0, 1.01), (2.0, 1.1)):
         now[0], ran[0] = at, has_run
         requests.ask(rank, messages.Phase.RUNNING)
+        assert requests.starved() == (at < 2.0 or has_run == 1.1)
     assert len(sent) == 2
     os.write(writer, b"Current thread")
     requests.read([reader])
@@ -376,6 +377,22 @@ def test_a_rank_whose_handler_is_at_work_is_not_asked_again(monkeypatch: pytest.
     assert len(sent) == 2
     for fd in (reader, writer):
         os.close(fd)
+
+
+@pytest.mark.parametrize("starved_until", [0.0, 1.0, 100.0])
+def test_a_rank_that_gets_no_cpu_has_longer_to_show_its_stack(starved_until: float) -> None:
+    now, asked_to_end = [0.0], list[float]()
+    escalation = Escalation(
+        lambda: now[0], 5.0, a_rank_ends=lambda: False, ask=lambda: None, waits=lambda: True,
+        starved=lambda: now[0] < starved_until, request=lambda: asked_to_end.append(now[0]), force=lambda: None,
+    )  # fmt: skip
+    escalation.within(0.0)
+    for _ in range(20):
+        escalation.take_steps()
+        now[0] = max(now[0], escalation.due())
+    assert asked_to_end[0] == pytest.approx(
+        {0.0: STACKS_TIMEOUT, 1.0: 4 * STACKS_TIMEOUT, 100.0: STARVED_TIMEOUT}[starved_until]
+    )
 
 
 def test_ranks_that_have_answered_may_end_when_all_have(world: World) -> None:
