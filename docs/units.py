@@ -1,4 +1,4 @@
-"""A Sphinx extension that keeps a number and its unit in one line: "150 ms"."""
+"""A Sphinx extension that keeps a number and its unit in one line, "150 ms", also where the source breaks it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from docutils import nodes
 from sphinx.application import Sphinx
 
-UNIT = re.compile(r"(?<=\d) (?=(?:[nmµ]?s|min|h|[KMGT]i?B|%|seconds?|minutes?|milliseconds|microseconds|times)\b)")
+UNIT = re.compile(r"(?<=\d)[ \n](?=(?:[nmµ]?s|min|h|[KMGT]i?B|%|seconds?|minutes?|milliseconds|microseconds|times)\b)")
 
 
 def keep_together(_app: Sphinx, document: nodes.document) -> None:

@@ -20,7 +20,8 @@ def save(folder, step, model, optimizer):
     """Write, then rename: a folder with this name is complete. Collective: call it on all ranks."""
     part = folder / "part"
     if dist.get_rank() == 0:
-        shutil.rmtree(part, ignore_errors=True)  # left by a run that was killed while it wrote
+        # One may be left by a run that was killed while it wrote.
+        shutil.rmtree(part, ignore_errors=True)
     dist.barrier()
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=part)

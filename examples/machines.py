@@ -27,4 +27,5 @@ def total(x):
 
 
 if __name__ == "__main__":
-    print(total(10.0))  # [100.0, 100.0] on both machines: each has the values of its own ranks
+    # [100.0, 100.0] on both machines: each has the values of its own ranks.
+    print(total(10.0))

@@ -6,6 +6,7 @@ The names are resolved when they are first used: importing the package imports n
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from mlaunch._version import __version__
@@ -121,13 +122,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "comm":
-        return importlib.import_module("mlaunch.comm")
+    if name in {"comm", "errors"}:
+        return importlib.import_module(f"mlaunch.{name}")
     home = _HOMES.get(name)
     if home is None:
-        from mlaunch.base.ported_names import advice
+        from mlaunch.base.ported_names import missing
 
-        raise AttributeError(f"module 'mlaunch' has no attribute {name!r}{advice(name)}")
+        raise missing(name, sys._getframe(1))
     globals()[name] = value = getattr(importlib.import_module(home), name)
     return value
 

@@ -5,7 +5,8 @@ import torch.distributed as dist
 from mlaunch import launcher
 
 
-@launcher(n_gpus=2, device_type="cpu", concurrent=2)  # two ranks each; on CPUs, two launches at a time
+# Two ranks each; on CPUs, two launches at a time.
+@launcher(n_gpus=2, device_type="cpu", concurrent=2)
 def train(lr):
     return lr * (dist.get_rank() + 1)
 

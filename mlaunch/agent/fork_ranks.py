@@ -45,7 +45,7 @@ class NoRoomError(Exception):
 
 @dataclass
 class EarlyWatch:
-    """Watches a launch that has no supervisor yet: its caller, its fork server or its deadline may end it.
+    """A watch over a launch without a supervisor yet: its caller, its fork server or its deadline may end it.
 
     ``said``: what the launcher has said meanwhile, with descriptors, for the supervisor.
     """
@@ -128,7 +128,7 @@ def _fork_some(pending_ranks: Sequence[_PendingRank], context: ForkContext, laun
     ranks = [_adopt(pending, pid, context.owned) for pending, (pid, _) in zip(pending_ranks, forked, strict=True)]
     for rank, pending, (pid, at) in zip(ranks, pending_ranks, forked, strict=True):
         if context.spec.stays:
-            rank.give_answer_file()  # before the launcher, which hears of the rank now, can send it a call by itself
+            rank.give_answer_file()  # before the launcher, which learns of the rank now, can send it a call by itself
         ends = [rank.channel.fileno()] if context.spec.stays else []
         launcher.try_send(RankStarted(rank.rank, pid, at, len(ends)), [*ends, *pending.readers])
         context.owned.close(*pending.readers)

@@ -26,7 +26,7 @@ _TICK = 0.05  # seconds: files are stamped with a clock that is as much behind
 
 
 class Adopted:
-    """Reaps processes that ranks have started and left, as they end: the agent is their new parent.
+    """Processes that ranks have started and left: the agent is their new parent, and reaps each when it ends.
 
     A rank that runs ``os.system("command &")`` at each step would fill the table of processes otherwise. ``own``: the
     children whose statuses others take.
@@ -59,7 +59,7 @@ class Adopted:
 
 
 class SharedNames:
-    """Finds the files that a launch has left in ``place``. Made before the first process of the launch.
+    """The files that a launch has left in ``place``. Made before the first process of the launch.
 
     The system does not note who made a file there. So the only names that count are those that libraries draw, of files
     that came during the launch, belong to this user, and are used by no process.

@@ -39,7 +39,7 @@ from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.rendezvous import store_server
 from mlaunch.rendezvous.address import lacks_loopback, listen
 
-_NAMES = 100  # paths, at most, that the launcher is told
+_NAMES = 100  # paths, at most, that are sent to the launcher
 
 
 @frozen_record
@@ -67,7 +67,7 @@ def run_agent(order: Order, home: Home) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         # Whatever ranks start and leave falls to this process, which ends it before the launch is over.
         linux.adopt_orphans()
-        # If the fork server dies while this process is stopped, it goes on, sees that, and ends its ranks.
+        # If the fork server dies while this process is stopped, it sees that when it continues, and ends its ranks.
         linux.wake_with(home.server)
         home.foreign.close_in_child()
         parent, wanted = os.pidfd_open(home.server), order
@@ -165,8 +165,8 @@ def _supervise(
     )  # fmt: skip
     supervisor = _begin(order, spec, scene, watch.deadline)
     went_well = _run(supervisor, spec, inspection, names, launcher)
-    # Ranks are reaped and nothing of theirs is left, so the next call need not wait for our exit, unless this process
-    # holds a file or port that it needs: that takes as long as unmapping torch does, a tenth of a call of 2 ranks.
+    # Ranks are reaped and have left nothing, so the next call need not wait for our exit, unless this process holds a
+    # file or port that it needs: that takes as long as unmapping torch does, a tenth of a call of 2 ranks.
     may_report_end = spec.target is None and spec.cluster is None and spec.port == 0
     if not may_report_end or linux.wait_readable([parent], 0.0):  # then the launcher is to hear of that
         return False

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mlaunch.rank.in_step import Numbers
 
 Take = Callable[[int, Any], None]  # gets the global rank, and what it has told
-_MOST = 16  # questions that one rank owes answers to: a channel that nobody reads is full at some 200
+_MOST = 16  # questions that one rank owes answers to: a channel that nobody reads is full at about 200
 
 
 class Questions:

@@ -184,7 +184,7 @@ class AgentParts:
 
     @property
     def look_for_answers(self) -> bool:
-        """True if one has to hear soon of answers that ranks which stay send past this process."""
+        """True if a feature must soon learn of answers that bypass this process."""
         return any(part.looks_for_answers for part in self._parts.values())
 
     def _part(self, feature: str) -> AgentPart:

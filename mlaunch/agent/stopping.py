@@ -135,7 +135,7 @@ class Escalation:
 
 
 class Endings:
-    """Notices that a rank has begun to end by failure, before it has ended. ``ranks``: those not reaped, by pidfd.
+    """A watch for ranks that end by failure, before they have ended. ``ranks``: those not reaped, by pidfd.
 
     The kernel reports the end of a process when its memory is gone and its files are closed, 3 ms after a rank was
     killed. Before that, the others have seen their connections close, and each of them describes that. The end of a
@@ -162,11 +162,11 @@ class Endings:
             self._watch()
         failing = False
         # From SIGKILL of 1 of 8 ranks on 2 cores to the exception it takes 21 ms so instead of 30; in three of four
-        # launches no other rank has seen its connections close by then, and the report says where all of them were.
+        # launches no other rank has seen its connections close before, and the report says where all of them were.
         for thread in self._watched.keys() & set(ready):
             rank = self._watched.pop(thread)
             os.close(thread)
-            # A thread may end while its process goes on, and a rank may end well: the process's status tells.
+            # A thread may end while its process continues, and a rank may end well: the process's status tells.
             if rank.working and self._system.is_failing(rank.pid):
                 rank.ends_at, failing = self._system.clock(), True
         return failing
@@ -216,7 +216,7 @@ class Stopping:
         self.endings = Endings(ranks, system)
         self._entered: EnteredRequests | None = None  # what ranks have entered, if that is to be told
         self._number: int = signal.SIGTERM  # which asks them to end
-        self._ignored = scene.callers_signals  # signals of which ranks hear by the caller alone
+        self._ignored = scene.callers_signals  # signals that ranks get only from the caller
         self._spares_leaving = True  # ranks that have answered are not signalled: they exit by themselves
 
     def due(self) -> float:
@@ -353,7 +353,7 @@ class Stopping:
         return any(self._system.is_ending(rank.pid, self._board[rank.local_rank]) for rank in self._working())
 
     def stacks_of(self, rank: RankProcess) -> RankStacks:
-        """Return a rank's stacks, as far as it has told them."""
+        """Return the stacks that a rank has written, whole or not, with its state if they are not whole."""
         text = last_bytes(rank.stacks, TEXT_LIMIT)
         state = "" if is_whole_stack(text) else state_of(rank.pid)
         entered = None if self._entered is None else self._entered.told.get(rank.rank)

@@ -54,13 +54,13 @@ class Peers:
         return None
 
     def say(self, record: PartSays) -> None:
-        """Say a word of a feature's part there."""
+        """Send the other machines a message of a feature's part."""
 
     def tell(self, failure: RankFailure) -> None:
-        """Send them the first failure here; those that follow go to this machine's caller."""
+        """Send the other machines the first failure here; those that follow go to this machine's caller."""
 
     def finish(self) -> None:
-        """Tell them that this machine's ranks are gone."""
+        """Tell the other machines that this machine's ranks are gone."""
 
 
 @frozen_record

@@ -38,12 +38,11 @@ from mlaunch.protocol.messages import (
 if TYPE_CHECKING:
     from mlaunch.machines.gate import GateProcess
 
-# After a failure nobody waits for the others longer than it takes to tell them.
 _FAREWELL_TIMEOUT = 1.0  # seconds for the other machines to learn of a failure
 
 
 class Supervisor:
-    """Watches until all ranks are reaped. ``calls`` makes what happens between calls (``one_call.py``)."""
+    """The agent's loop until all ranks are reaped. ``calls`` makes what happens between calls (``one_call.py``)."""
 
     def __init__(self, scene: Supervision, calls: Callable[[LaunchState, AgentParts], Calls]) -> None:
         self.launch = LaunchState(scene, self._begin_stopping)

@@ -194,7 +194,8 @@ class StopRequest(AgentPart):
             at = time.strftime("%H:%M:%S", time.localtime(self._asked_at))
             what = f"did not stop within {self._grace:g} s of being asked to at {at} ({self._members.reason}): {why}"
             self.over()
-            self._scene.fail(failures.of_run(what, "stop_overdue"))
+            behind = [rank for rank in working if (count := self._checks.get(rank)) is None or count < (check or 1)]
+            self._scene.fail(failures.of_run(what, "stop_overdue", waited_for=behind))
 
     def over(self) -> None:
         """Forget the request."""

@@ -36,6 +36,7 @@ class RankFailure:
         final: The launch was ended on purpose, or its time was over: it is not started again.
         late: A deadline had passed, of the call on this machine or on another.
         kind: For programs: "raised", "killed", "out_of_memory", ...; ``docs/schema.json`` lists them.
+        waited_for: The global ranks that held up the others, if the run made no progress; empty if none are known.
     """
 
     rank: int | None
@@ -54,6 +55,7 @@ class RankFailure:
     final: bool = False
     late: bool = False
     kind: str = "failed"
+    waited_for: tuple[int, ...] = ()
 
     @property
     def who(self) -> str:
@@ -90,6 +92,7 @@ class RankFailure:
             "traceback": self.traceback,
             "hints": list(self.hints),
             "consequence": self.consequence,
+            "waited_for": list(self.waited_for),
         }
 
 
@@ -253,7 +256,7 @@ KINDS = {
     "failed": (True, "Read text."),
 }
 # Fields of the first cause, which the failure has, too.
-OF_RANK = ("rank", "host", "device", "pid", "phase", "exception", "exitcode", "frames", "hints")
+OF_RANK = ("rank", "host", "device", "pid", "phase", "exception", "exitcode", "frames", "hints", "waited_for")
 _LATEST_FIRST = "most recent call first"
 # Compiled if something fails.
 _TRACEBACK_FRAME = r'^[ |]*File "(?P<file>.+?)", line (?P<line>\d+)(?:,? in (?P<function>.+))?$'

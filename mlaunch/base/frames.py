@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from mlaunch.features import FEATURES, with_hook
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-# What runs a function, and what it calls on the way there. Other modules of ours run *above* user code.
+# What runs a function, and what it calls on the way there. Other modules of mlaunch run *above* user code.
 _BOTTOM = tuple(os.path.join(_PACKAGE, "rank", f"{name}.py") for name in ("main", "base", "function"))
 _BOTTOM += tuple(os.path.join(_PACKAGE, feature.name, path) for feature in FEATURES for path in feature.runs)
 _PROMPTS = tuple(os.path.join(_PACKAGE, feature.name, "rank", "") for feature in with_hook("rank.at_breakpoint"))

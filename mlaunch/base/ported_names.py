@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import opcode
+from types import FrameType
+
 # Those of ``megengine.distributed`` (1.13.0), which "import mlaunch as dist" replaces, and of ColossalAI (0.5.0).
 _INSTEAD = {
     "MegEngine": {
         "helper": "for get_device_count_by_fork() call torch.accelerator.device_count(); bcast_list_, "
         "make_allreduce_cb and synchronized are names of mlaunch itself; DistributedDataParallel packs gradients",
-        "get_device_count_by_fork": "call torch.accelerator.device_count(); the process that calls may use a "
-        "device before",
+        "get_device_count_by_fork": "call torch.accelerator.device_count(); you may use a device before the call",
         "functional": "use torch.distributed: all_reduce, broadcast, all_gather, reduce_scatter_tensor, gather, "
         "scatter, all_to_all, send, recv",
         "get_mm_server_addr": "call get_py_server_addr(); the ranks have one store",
@@ -25,6 +27,17 @@ _INSTEAD = {
         "get_accelerator": "mlaunch.device() is the rank's device; torch.accelerator has the rest",
     },
 }
+
+
+def missing(name: str, where: FrameType) -> Exception:
+    """Return the error for a name that ``mlaunch`` lacks, with what to use in place of another launcher's.
+
+    ``where``: the code that looks for it. ``from mlaunch import name`` would replace an AttributeError and its text by
+    one of its own, so it gets an ImportError.
+    """
+    text = f"module 'mlaunch' has no attribute {name!r}{advice(name)}"
+    imports = where.f_code.co_code[where.f_lasti] == opcode.opmap["IMPORT_FROM"]
+    return ImportError(text, name="mlaunch") if imports else AttributeError(text)
 
 
 def advice(name: str) -> str:

@@ -55,7 +55,7 @@ def _device(options: Options) -> torch.device:
     if kind == "auto":
         kind = there or "cpu"
     if kind not in {"cpu", there}:
-        has = f"{there} and the CPU" if there else "the CPU alone"
+        has = f"{there} and the CPU" if there else "only the CPU"
         raise misuse(ValueError(f"device_type={kind!r} with inline=True: this machine has {has}"))
     return torch.device(kind) if kind == "cpu" else torch.device(kind, (options.devices or [0])[0])
 

@@ -66,7 +66,7 @@ def _prepare(server: ForkServer, options: Options) -> None:
 
 def _ask_for_launch(server: ForkServer, options: Options) -> None:
     """Wait for the server, and ask it for a launch with these options. Raise what their call would."""
-    # What makes calls: this thread imports it, while the main thread goes on.
+    # What makes calls: this thread imports it, while the main thread continues.
     from mlaunch.caller.launch.call import planned
     from mlaunch.caller.launch.plan import Attempt, ThisMachine
     from mlaunch.caller.launch.start import with_pipes

@@ -336,7 +336,7 @@ _IN_NAMES = re.compile(
 )
 _NO_SECRETS = {"PWD", "OLDPWD", "XDG_SESSION_ID", "XDG_SESSION_TYPE", "XDG_SESSION_CLASS", "DESKTOP_SESSION"}
 _USUAL = {"true", "false", "none", "null", "yes", "no", "on", "off", "auto", "default"}
-_SHORT, _SHORTEST = 6, 3  # characters: what is shorter is sought as a word, and not at all
+_SHORT, _SHORTEST = 6, 3  # characters: a shorter one is replaced only as a whole word; below 3 not at all
 _WORDS = (
     r"(?:pass(?:word|wd|phrase)?|pwd|(?:[a-z]+[_-])?(?:token|secret|pat|sig|signature|credential)"
     r"|(?:api|access|account|shared|private|secret)[_-]?key)"
@@ -386,5 +386,5 @@ def _forms(value: str) -> Iterator[str]:
 
 
 def _pattern(form: str) -> str:
-    # A short one stands in many words, which would become unreadable.
+    # A short one is part of many words, which would become unreadable.
     return re.escape(form) if len(form) >= _SHORT else rf"(?<!\w){re.escape(form)}(?!\w)"

@@ -136,11 +136,12 @@ def add_ps(commands: Commands) -> None:
     ps = commands.add_parser(
         "ps", help="list this user's running launches", description="List this user's running launches, newest first."
     )
-    ps.add_argument(
+    form = ps.add_mutually_exclusive_group()
+    form.add_argument(
         "--json", action="store_true", help="print one JSON list, with the command line and directory of each launch"
     )
     ps.add_argument("--caller", type=pid, metavar="PID", help=CALLER)
-    ps.add_argument("--watch", nargs="?", type=_period, const=_EVERY, metavar="SECONDS", help=_WATCH)
+    form.add_argument("--watch", nargs="?", type=_period, const=_EVERY, metavar="SECONDS", help=_WATCH)
     ps.set_defaults(run=_ps)
 
 
@@ -161,7 +162,7 @@ def _period(text: str) -> float:
 def _ps(args: argparse.Namespace) -> int:
     if args.watch is not None:
         shown_by = load.room("insight", "command", "mlaunch ps --watch")
-        return int(shown_by.watch(args.watch))
+        return int(shown_by.watch(args.watch, args.caller))
     launches = sorted(of_caller(ask(STATUS), args.caller), key=lambda launch: float(launch["age"]))
     if args.json:
         print_json([data_of(launch) for launch in launches])
@@ -189,7 +190,7 @@ def _stop(args: argparse.Namespace) -> int:
     found = of_caller(ask(STATUS, start), args.caller)
     ids = {launch["id"] for launch in found}  # the parts of one launch that are on this machine have the same
     if len(ids) != 1:
-        raise LookupError(_none_of(args.caller) if args.caller and not found else which(start, found, "stop"))
+        raise LookupError(none_of(args.caller) if args.caller and not found else which(start, found, "stop"))
     for launch in () if args.json else found:
         print(f"{'ending' if args.now else 'stopping'} {title_of(launch)}", flush=True)
     word = END if args.now else load.room("agreed_stop", "wire", "mlaunch stop").STOP
@@ -203,7 +204,10 @@ def _stop(args: argparse.Namespace) -> int:
     return 0
 
 
-def _none_of(caller: int) -> str:
+def none_of(caller: int | None) -> str:
+    """Return the message that this process, or one that it has started, has no launch here; None: nobody has."""
+    if caller is None:
+        return nothing()
     ids = ", ".join(f"{launch['id'][:ID_SHOWN]} (pid {launch['caller']})" for launch in ask(STATUS))
     return f"process {caller} has no launch running here; " + (f"running: {ids}" if ids else nothing())
 

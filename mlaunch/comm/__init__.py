@@ -78,7 +78,7 @@ def create_local_process_group(num_workers_per_machine: int | None = None) -> No
     else:
         machines = world.equal_machines(num_workers_per_machine)
     made = world.form(next(ranks for ranks in machines if get_rank() in ranks))
-    # gloo lets a rank go while others still greet it; one that ended then would break their group.
+    # With gloo a rank may leave while others still greet it; one that ended then would break their group.
     exchange.gather_everywhere(None, made, what)
 
 

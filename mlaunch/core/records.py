@@ -79,7 +79,7 @@ class Note:
     Attributes:
         words: For the user.
         facts: For the launch's report, by field.
-        holds: No limit of the launch counts from now on; False: they continue to count; None: as before.
+        holds: True stops the clocks of the launch's limits, False starts them again, None changes nothing.
         event: For ``events=``.
     """
 

@@ -58,9 +58,9 @@ def has_prompts(sections: Mapping[str, object]) -> bool:
 
 @frozen_record
 class OpenPrompt:
-    """Gives a rank its end of a channel. ``at_once``: it stops at its next line; else at a breakpoint or failure.
+    """A message that gives a rank its end of a channel.
 
-    ``who``: "rank 1 of train()".
+    ``at_once``: it stops at its next line; else at a breakpoint or failure. ``who``: "rank 1 of train()".
     """
 
     rank: int
@@ -70,7 +70,7 @@ class OpenPrompt:
 
 @frozen_record
 class HoldLimits:
-    """Lifts the limits of operations that begin from now on, as somebody debugs; ``held`` False restores them."""
+    """A message that lifts the limits of later operations, as somebody debugs; ``held`` False restores them."""
 
     held: bool
 
@@ -84,7 +84,7 @@ class PromptSays:
 
 @frozen_record
 class PromptAsks:
-    """Asks for a line, and waits for it. ``prompt``: before the line.
+    """A request for a line, for which the rank waits. ``prompt``: before the line.
 
     ``place``: where the rank has stopped, "/home/me/train.py:12 in train"; "" if user code calls ``input``.
     """

@@ -213,7 +213,7 @@ BARS = "tqdm.notebook"
 
 
 class _TextBars(importlib.abc.Loader):
-    """Loads text bars under the module's name, which pickled functions of a notebook refer to."""
+    """An unpickler that loads text bars under the module's name, which pickled functions of a notebook refer to."""
 
     def exec_module(self, module: ModuleType) -> None:
         from tqdm import std

@@ -45,7 +45,7 @@ def _time_of(line: bytes, now: float) -> float:
 
 
 class LineCutter:
-    """Cuts the stream into lines; holds at most one, up to the limit."""
+    """A buffer that cuts a stream into lines; it holds at most one, up to the limit."""
 
     def __init__(self) -> None:
         self._rest = bytearray()

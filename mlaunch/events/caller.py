@@ -126,7 +126,7 @@ class EventFile:
         except OSError as error:
             lacks = f"{asked} cannot be opened ({error.strerror})"
             need = "give the path of a file that this process may write, in a directory that exists"
-            raise OSError(error.errno, f"{lacks}; {need}") from None
+            raise misuse(OSError(error.errno, f"{lacks}; {need}")) from None
 
     def take(self, event: Mapping[str, Any]) -> None:
         line = f"{json.dumps(event)}\n".encode()

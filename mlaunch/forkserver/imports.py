@@ -63,7 +63,7 @@ def load(preload: Sequence[str]) -> tuple[Ready, int]:
     from mlaunch.rendezvous.address import lacks_loopback
     from mlaunch.torch_parts import operations, process_groups
 
-    # Begun here, answered in finish(): by then the caller has what it waits for, and runs beside it.
+    # Begun here, answered in finish(), which runs beside the caller, who has what it waits for.
     asked = tcp_store.ask_for_libuv()
     lacks = process_groups.lacks() or operations.lacks()
     operations.watch()  # here, as it takes a third of a millisecond

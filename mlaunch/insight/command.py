@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 from mlaunch.base.exceptions import frames_by_name
 from mlaunch.base.text import shown
 from mlaunch.caller.running_launches import facts_of, title_of, whole
-from mlaunch.cli.launch_commands import add_choice, asked, launch_data, nothing, print_json, rank_data
+from mlaunch.cli.launch_commands import (
+    add_choice,
+    asked,
+    launch_data,
+    none_of,
+    nothing,
+    of_caller,
+    print_json,
+    rank_data,
+)
 from mlaunch.insight.wire import ALL_STACKS, STACKS, WHY
 
 if TYPE_CHECKING:
@@ -37,12 +47,12 @@ def add_command(commands: Commands) -> None:
     why.set_defaults(run=_why)
 
 
-def watch(every: float) -> int:
-    """Show what ranks do until interrupted."""
+def watch(every: float, caller: int | None) -> int:
+    """Show what ranks do until interrupted. ``caller``: only launches of this process; None: all."""
     from mlaunch.insight.caller.watching import watch_all
 
     try:
-        watch_all(every, nothing)
+        watch_all(every, functools.partial(none_of, caller), lambda launches: of_caller(launches, caller))
     except ImportError as error:
         print(f"mlaunch: {error}", file=sys.stderr)
         return 1

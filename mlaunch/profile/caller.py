@@ -18,6 +18,7 @@ from json import JSONDecoder
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from mlaunch.base import own_files
+from mlaunch.base.exceptions import misuse
 from mlaunch.base.text import name_ranks
 from mlaunch.caller import interrupts
 from mlaunch.caller.options.launch_options import Options
@@ -131,7 +132,7 @@ def _directory_beside(path: str, named: str) -> str:
         # Beside the file, not where temporary files are: that often is memory, and traces have hundreds of megabytes.
         return tempfile.mkdtemp(prefix=f".{os.path.basename(path)}.", dir=os.path.dirname(path))
     except OSError as error:
-        raise type(error)(error.errno, f"{named} cannot be written: {error.strerror}") from None
+        raise misuse(type(error)(error.errno, f"{named} cannot be written: {error.strerror}")) from None
 
 
 def _from_rank(path: str, first: int) -> str:

@@ -146,7 +146,7 @@ def fill(taken: Any, content: tuple[Callable[[Any, Any], None], Any, Source | No
 
 
 def of_main(function: Any) -> list[Any]:
-    """Return what the module of a function defines, with numbers, if it is a script or notebook."""
+    """Number and return the classes and functions of the script or notebook that defines this function."""
     names = getattr(inspect.unwrap(function), "__globals__", {})
     if names.get("__name__") != "__main__":
         return []

@@ -26,7 +26,7 @@ _CLOSE_ON_EXEC, _LESS_CAME, _FDS_LACK = map(int, (socket.MSG_CMSG_CLOEXEC, socke
 
 
 def get_to_know(kinds: Iterable[object]) -> None:
-    """Do for all record classes what would be done at their first record, for forks of this process.
+    """Prepare pickle for these record classes, so that forks of this process need not at their first record.
 
     Pickle caches the slots of each class among ``kinds``, which changes the class. That takes a newly forked process a
     quarter of a millisecond.

@@ -189,7 +189,7 @@ def _content(error: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _same(one: tuple[tuple[Any, ...], dict[str, Any]], other: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
-    """Compare pickled forms: many objects have no useful equality, and tensors compare item by item.
+    """True if their pickled forms are the same: many objects have no useful equality, and tensors compare item by item.
 
     Equal values that pickle differently (a set in another order) count as different, which does no harm.
     """

@@ -97,12 +97,13 @@ def from_stop(pid: int, command: str = "mlaunch stop") -> RankFailure:
     return of_run(f"was ended by {command} (pid {pid})", "stopped")
 
 
-def of_run(what: str, kind: str, *, final: bool = True) -> RankFailure:
+def of_run(what: str, kind: str, *, final: bool = True, waited_for: Sequence[int] = ()) -> RankFailure:
     """Return the failure that ends the whole run.
 
-    ``kind``: from the schema. ``final``: the run is not started again.
+    ``kind``: from the schema. ``final``: the run is not started again. ``waited_for``: ranks that held up the others.
     """
-    return RankFailure(None, 0, what, host=_host(), subject="the run", final=final, kind=kind)
+    known = RankFailure(None, 0, what, host=_host(), subject="the run", final=final, kind=kind)
+    return replace(known, waited_for=tuple(waited_for))
 
 
 def _of_host(who: str, what: str, ranks: Sequence[int] = (), *, final: bool, kind: str) -> RankFailure:

@@ -233,7 +233,7 @@ def new_directory(base: str | os.PathLike[str], name: str) -> str:
 
 
 def own_directory(base: str | os.PathLike[str], name: str) -> str:
-    """Return a path as ``new_directory`` does, which a call's first file makes: most calls print nothing."""
+    """Return a path like ``new_directory``'s; a call's first file makes it, since most calls print nothing."""
     base = _made(base)
     if not os.access(base, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))

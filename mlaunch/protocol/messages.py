@@ -475,9 +475,9 @@ class EndRanks:
     """A request to ranks that stay to leave; they are stopped after the grace period."""
 
 
-# The records by sender. A channel is typed by what comes and what goes: ``Channel[RankSays, RankHears]`` is the agent's
-# end of its channel to a rank, ``Channel[RankHears, RankSays]`` the rank's. So a type checker finds a record that is
-# sent to a receiver which does not take it, and one that a receiver does not handle.
+# The records by sender. The type of a channel names what comes and what goes: ``Channel[RankSays, RankHears]`` is the
+# agent's end of its channel to a rank, ``Channel[RankHears, RankSays]`` the rank's. So a type checker finds a record
+# that is sent to a receiver which does not take it, and one that a receiver does not handle.
 
 # A launcher and the launch's agent. The fork server sends the first word and the last one.
 AgentHears = (Details | Cancel | Question) | (NextCall | EndCall | EndRanks | MeetAgain) | ForPart

@@ -16,7 +16,7 @@ __all__ = ["rank_fixture"]
 
 
 def __getattr__(name: str) -> Any:
-    # Late: ranks import this package without what runs in pytest's process, and the command where there is no pytest.
+    # Late: ranks import this package without what runs in pytest's process, and the command without pytest.
     if name in __all__:
         return getattr(importlib.import_module("mlaunch.pytest.caller.rank_fixtures"), name)
     raise AttributeError(f"module 'mlaunch.pytest' has no attribute {name!r}")

@@ -44,8 +44,8 @@ _until_exit: list[object] = []
 class FunctionRank(Rank):
     """A rank whose life is a loop over calls. A launch sends one, unless its ranks stay."""
 
-    # Until all of its machine have answered: gloo lets a rank out of new_group while others still greet it, and the
-    # end of one broke their group (1 call of 150 with 4 ranks on 2 busy cores).
+    # Until all of its machine have answered: with gloo a rank may leave new_group while others still greet it, and
+    # the end of one broke their group (1 call of 150 with 4 ranks on 2 busy cores).
     _AFTERWARDS = Phase.RETURNED  # where it waits for what comes next
 
     def __init__(self, args: RankArgs) -> None:

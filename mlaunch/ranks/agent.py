@@ -202,7 +202,7 @@ class RepeatedCalls(Calls):
 
     def due(self) -> float:
         due = self._escalation.due()
-        if self._launch.call.from_launcher and self._parts.look_for_answers:  # which go past us
+        if self._launch.call.from_launcher and self._parts.look_for_answers:  # answers that bypass this agent
             due = min(due, self._launch.clock() + _LOOK_DELAY)
         return due
 
@@ -222,7 +222,7 @@ class RepeatedCalls(Calls):
 
     def _call_back(self) -> None:
         """Raise KeyboardInterrupt in ranks that still work, once; stop all if one works for nothing."""
-        if self._waits_in_vain(self._were_back):
+        if self._is_out_of_step(self._were_back):
             self._lose(force=False)
             return
         launch = self._launch
@@ -237,8 +237,8 @@ class RepeatedCalls(Calls):
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(rank.pidfd, signal.SIGINT)
 
-    def _waits_in_vain(self, back: Sequence[int]) -> bool:
-        """True if somebody works on what those who are back will never enter."""
+    def _is_out_of_step(self, back: Sequence[int]) -> bool:
+        """True if a rank waits in an operation that those that are back will never enter."""
         return in_step.is_lost(self._numbers.told, back)
 
     def _lose(self, *, force: bool = True) -> None:
@@ -265,10 +265,10 @@ class PartOfRepeatedCalls(RepeatedCalls):
             self._failed = True
             self._send_on(Errand.TELL_NUMBERS)
 
-    def _waits_in_vain(self, back: Sequence[int]) -> bool:
-        """Tell the launcher, too, which finds it out for all machines."""
+    def _is_out_of_step(self, back: Sequence[int]) -> bool:
+        """True if ranks here are out of step; send the launcher what it needs to judge for all machines."""
         self._tell(RanksStand(self._launch.call.number, tuple(back)), dict(self._numbers.told))
-        return super()._waits_in_vain(back)
+        return super()._is_out_of_step(back)
 
     def _compare(self, told: Sequence[in_step.Numbers]) -> None:
         ranks = (rank.rank for rank in self._launch.by_local_rank)

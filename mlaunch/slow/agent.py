@@ -130,7 +130,7 @@ class SlowWatch(AgentPart):
         late = self._comparison.lateness(verdict.ranks) or Lateness(0.0, 0.0, 0.0)
         if verdict.part < self._terms.share and not late.once:
             return {"text": f"no rank makes the others wait for more than {100 * self._terms.share:.3g}% of their time"}
-        ranks = ",".join(map(str, verdict.ranks))
+        ranks = list(verdict.ranks)
         return {"text": self._text(verdict, late), "ranks": ranks, "seconds": late.seconds, "share": verdict.share}
 
     def facts(self) -> Mapping[str, object]:
@@ -407,6 +407,8 @@ def verdict_of_word(word: Mapping[str, Any]) -> tuple[dict[str, object], SlowRan
 
 
 def _fact(value: object) -> object:
+    if isinstance(value, list):
+        return [int(rank) for rank in value]
     return value if isinstance(value, int | float) else printable(str(value), _TEXT)
 
 

@@ -7,7 +7,10 @@ import json
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -73,9 +76,20 @@ def test_a_deadline_names_who_is_late() -> None:
     assert late in ([(1, False), (0, True)], [(0, False), (1, False)])  # on a busy machine nobody may wait yet
 
 
-def test_what_was_not_started() -> None:
-    for wrong in ({"n_gpus": 0}, {"no_such": 1}, {"device_type": "no such"}):
-        with pytest.raises((TypeError, ValueError)) as caught:
+def test_programs_need_only_import_the_package() -> None:
+    """As docs/for_programs.rst has it: nothing else has imported the module before."""
+    asked = "import mlaunch; print(mlaunch.errors.as_dict(ValueError('mine'))['kind'])"
+    assert subprocess.check_output([sys.executable, "-c", asked], text=True) == "failed\n"
+
+
+def test_what_was_not_started(tmp_path: Path) -> None:
+    file = str(tmp_path / "file")
+    Path(file).touch()
+    for wrong in (
+        {"n_gpus": 0}, {"no_such": 1}, {"device_type": "no such"},
+        {"log_dir": file}, {"events": f"{file}/events"}, {"profile": f"{file}/trace.json"},
+    ):  # fmt: skip
+        with pytest.raises((TypeError, ValueError, OSError)) as caught:
             launcher(fail, **wrong)("")  # type: ignore[call-overload]
         found = errors.as_dict(caught.value)
         schema.check(found, "failure")

@@ -82,6 +82,7 @@ def test_a_stall_is_an_event() -> None:
     schema.check(stall, "event")
     assert (failure["failure"]["kind"], events.index(stall) < events.index(failure)) == ("stalled", True)
     assert stall["text"] in failure["failure"]["text"]
+    assert stall["waited_for"] == failure["failure"]["waited_for"]
 
 
 def test_an_agreed_stop_is_an_event() -> None:

@@ -60,6 +60,8 @@ def test_a_name_of_another_launcher_says_what_to_use(name: str, words: str) -> N
     assert not hasattr(mlaunch, name)
     with pytest.raises(AttributeError, match=re.escape(f"module 'mlaunch' has no attribute {name!r}{words}")):
         getattr(mlaunch, name)
+    with pytest.raises(ImportError, match=re.escape(f"module 'mlaunch' has no attribute {name!r}{words}")):
+        exec(f"from mlaunch import {name}", {})
 
 
 def test_names_that_are_recommended_are_there() -> None:

@@ -23,7 +23,7 @@ def test_restarts(start_method: str) -> None:
         if attempt == "0" and dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if attempt == "1" and dist.get_rank() == 0:
-            raise ValueError("not yet")
+            raise ValueError("\x1b[31mnot yet\x1b[0m")
         dist.barrier()
         return attempt, os.environ["TORCHELASTIC_MAX_RESTARTS"]
 

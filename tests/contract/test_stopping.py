@@ -477,8 +477,9 @@ def test_a_stall_is_reported_and_may_end_the_run(where: str, tmp_path: Path, cap
     options: dict[str, Any] = {"engine": Threads()} if where == "machines" else {}
     with Ranks(n_gpus=2, stall="0.2 stop") if where == "ranks" else nullcontext() as ranks:
         ours = launcher(hold_up, 2, stall="0.2 stop", ranks=ranks, **options)
-        with pytest.raises(LaunchError, match=rf"the run of hold_up\(\) made no progress for \d+ s: {said}"):
+        with pytest.raises(LaunchError, match=rf"the run of hold_up\(\) made no progress for \d+ s: {said}") as caught:
             ours(path)
+        assert caught.value.as_dict()["waited_for"] == [1]
     with Ranks(n_gpus=2, stall=0.2) if where == "ranks" else nullcontext() as ranks:
         ours = launcher(hold_up, 2, stall=0.2, ranks=ranks, **options)
         thread = threading.Thread(target=lambda: told.append(ours(path)))

@@ -129,9 +129,9 @@ def terminal() -> Iterator[tuple[int, int]]:
 def test_the_command(tmp_path: Path, terminal: tuple[int, int]) -> None:
     """It shows what comes, until it is interrupted."""
     reader, writer = terminal
-    command = [IMPORTED, "-m", "mlaunch", "ps", "--watch", "0.1"]
+    command = [IMPORTED, "-m", "mlaunch", "ps", "--watch", "0.1", "--caller", str(os.getpid())]
     watcher = subprocess.Popen(command, stdin=writer, stdout=writer, stderr=writer, env=environment(**TERMINAL))
-    read_until(reader, "no launch of this user is running here|called by pid")
+    read_until(reader, f"process {os.getpid()} has no launch running here")
     with training(tmp_path, launcher(train, 2)):
         read_until(reader, rf"  1  cpu +running the function +in read_text at {HERE}:\d+ +epoch 1: 1/3")
     watcher.send_signal(signal.SIGINT)

@@ -402,7 +402,7 @@ def test_a_run_that_does_not_stop_when_it_is_asked_to(tmp_path: Path) -> None:
     assert process.returncode == 124, err
     why = json.loads((tmp_path / "why.json").read_text())
     schema.check(why, "failure")
-    assert (why["kind"], why["retry"], why["status"]) == ("stop_overdue", False, 124)
+    assert (why["kind"], why["retry"], why["status"], why["waited_for"]) == ("stop_overdue", False, 124, [0])
     assert "did not stop within 0.5 s of being asked to" in why["text"]
 
 

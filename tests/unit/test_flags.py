@@ -52,6 +52,16 @@ def test_both_spellings_and_variables() -> None:
     assert parse("--rdzv_id=x", PET_ROLE="trainer").role == "trainer"
 
 
+def test_without_a_script_the_command_asks_for_one(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (
+        ([], "the following arguments are required: SCRIPT"),
+        (["--error-file"], "argument --error-file/--error_file: expected one argument"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            flags.parser("mlaunch run", {}).parse_args(words)
+        assert capsys.readouterr().err.splitlines()[-1] == f"mlaunch run: error: {said}"
+
+
 def test_a_flag_may_be_shortened() -> None:
     """Though each has two spellings."""
     assert job("--nproc", "2") == job("--nproc=2") == job("--nproc_per", "2") == job("--nproc-per-node", "2")

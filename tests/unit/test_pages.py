@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import runpy
+import textwrap
+from collections.abc import Iterator
 
 import pytest
 
@@ -53,7 +56,7 @@ def test_files_that_a_page_names_are_there(page: str) -> None:
 def test_what_a_change_begins_at_is_where_the_page_says() -> None:
     named = re.findall(r"``(\w+)`` in\s+``([\w/]+\.py)``", (DOCS / "how.rst").read_text().partition("To change\n")[2])
     assert len(named) >= 24
-    bound = r"^ *(?:def|class) {0}\b|^{0}(?::| =)"
+    bound = r"^ *(?:def|class) {0}\b|^(?:    )?{0}(?::| =)"
     texts = {file: (ROOT / "mlaunch" / file).read_text() for _, file in named}
     assert not [(name, file) for name, file in named if not re.search(bound.format(name), texts[file], re.MULTILINE)]
 
@@ -66,3 +69,24 @@ def test_pages_are_found_by_the_words_that_users_have() -> None:
         for word in line.split(",")
     ]
     assert not set(WORDS) - set(entries)
+
+
+WIDTH = 90  # characters that a page shows of a line of code on a screen of 1440 pixels
+
+
+def listings() -> Iterator[tuple[str, str]]:
+    """The lines of code that pages show, with their places."""
+    for path in (*(ROOT / "examples").glob("*.py"), *DOCS.rglob("listings/**/*.py")):
+        yield from ((f"{path}:{number}", line) for number, line in enumerate(path.read_text().splitlines(), 1))
+    for path in (ROOT / "README.rst", ROOT / "CONTRIBUTING.rst", *DOCS.rglob("*.rst")):
+        for block in re.findall(r"(?m)(?:::\n| code-block:: .*\n)\n((?: +\S.*\n|\n)+)", path.read_text()):
+            yield from ((str(path), line) for line in textwrap.dedent(block).splitlines())
+
+
+def test_no_comment_is_outside_its_box() -> None:
+    assert not [(place, line) for place, line in listings() if re.search(r"(^|\s)# ", line) and len(line) > WIDTH]
+
+
+def test_a_number_and_its_unit_are_in_one_line() -> None:
+    units = runpy.run_path(str(DOCS / "units.py"))["UNIT"]
+    assert units.sub("_", "150 ms, 2.8\nGB, 3 cats, 20\nminutes") == "150_ms, 2.8_GB, 3 cats, 20_minutes"

@@ -7,6 +7,7 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from mlaunch.cli import mlaunch_parser
 from mlaunch.run.command import flags
@@ -54,12 +55,18 @@ def helps(parser: argparse.ArgumentParser, name: str = "mlaunch") -> Iterator[tu
 
 
 def strings() -> Iterator[tuple[str, str]]:
-    """Docstrings, messages and other texts of the package."""
+    """Docstrings, messages and other texts of the package, and its comments."""
     for path in (ROOT / "mlaunch").rglob("*.py"):
         found = [
             node.value for node in nodes_of(path) if isinstance(node, ast.Constant) and isinstance(node.value, str)
         ]
-        yield str(path.relative_to(ROOT)), "\n\n.\n\n".join(found)
+        yield str(path.relative_to(ROOT)), "\n\n.\n\n".join([*found, *comments(path)])
+
+
+def comments(path: Path) -> list[str]:
+    """Blocks of comments, and each one behind code."""
+    found = re.findall(r"(?m)(?:^ *# .*\n)+|  # .*$", path.read_text(encoding="utf-8"))
+    return [re.sub(r"(?m)^ *# ", "", one) for one in found]
 
 
 def found_in(texts: Iterable[tuple[str, str]]) -> dict[str, Counter[str]]:
@@ -91,6 +98,9 @@ def test_the_table_is_read_and_words_are_found() -> None:
 
 
 CLAUSE = re.compile(r"(What|Who|Whose|Whoever|Whether|Tells|Says|Lets)\b")
+VERB = re.compile(
+    r"(Runs|Keeps|Finds|Gives|Asks|Watches|Notices|Makes|Reads|Writes|Sends|Holds|Shows)\b (?!of\b|that\b|in\b)"
+)
 THIRD_PERSON = re.compile(r"(?!This\b|Its\b|As\b|Ranks\b|\w+ss\b)([A-Z][a-z]+s\b|Whether\b|What\b|Who\b)")
 
 
@@ -108,7 +118,7 @@ def test_docstrings_begin_as_english_ones_do() -> None:
     """Functions in the imperative ("Return", "True if"), modules and classes with a noun."""
     found = []
     for place, node, text in docstrings():
-        begins_badly = CLAUSE if isinstance(node, ast.Module | ast.ClassDef) else THIRD_PERSON
-        if begins_badly.match(text):
+        begins_badly = [CLAUSE, VERB] if isinstance(node, ast.Module | ast.ClassDef) else [THIRD_PERSON]
+        if any(one.match(text) for one in begins_badly):
             found.append(f"{place}: {text.splitlines()[0]}")
     assert found == [], INSTEAD

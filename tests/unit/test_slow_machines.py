@@ -45,7 +45,7 @@ def test_of_many_operations_machines_tell_the_same() -> None:
 
 def test_a_verdict_arrives() -> None:
     slow = SlowRanks((4, 5), 0.9, 0.04, 0.3, 1e9, "ranks 4-5 are last")
-    facts = {"text": "ranks 4-5 are last", "ranks": "4,5", "share": 0.3}
+    facts = {"text": "ranks 4-5 are last", "ranks": [4, 5], "share": 0.3}
     assert verdict_of_word(travelled(word_of_verdict(facts, slow))) == (facts, slow)
     assert verdict_of_word(travelled(word_of_verdict(facts, None))) == (facts, None)
 

@@ -74,7 +74,7 @@ def test_no_table_over_what_another_program_draws(
     terminal = SimpleNamespace(isatty=lambda: True)
     for name, fd, call, error in (
         ("stderr", 1, lambda: watching.watch_calls("train", CallLog()), RuntimeError),
-        ("stdout", 2, lambda: watching.watch_all(1.0, str), OSError),
+        ("stdout", 2, lambda: watching.watch_all(1.0, str, list), OSError),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(sys, name, terminal)
@@ -160,6 +160,9 @@ def test_a_table_needs_a_terminal_and_rich(monkeypatch: pytest.MonkeyPatch, caps
     assert main(["ps", "--watch"]) == 1
     said = capsys.readouterr().err
     assert said == "mlaunch: ps --watch needs a terminal, and stdout is not one; a program can read mlaunch ps --json\n"
+    with pytest.raises(SystemExit, match="2"):
+        main(["ps", "--watch", "--json"])
+    assert "--json: not allowed with argument --watch" in capsys.readouterr().err
     with pytest.raises(RuntimeError, match=r"train\.watch\(\) needs a notebook, or a terminal as stderr; train\.why"):
         watching.watch_calls("train", CallLog())
     monkeypatch.setitem(sys.modules, "rich.console", None)

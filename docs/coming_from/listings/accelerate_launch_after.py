@@ -6,7 +6,8 @@ from accelerate import Accelerator
 from mlaunch import launcher
 
 
-@launcher(n_gpus=2, env={"ACCELERATE_MIXED_PRECISION": "no"})  # or "bf16", as --mixed_precision bf16
+# Or "bf16", as --mixed_precision bf16.
+@launcher(n_gpus=2, env={"ACCELERATE_MIXED_PRECISION": "no"})
 def train(lr):
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     torch.manual_seed(0)

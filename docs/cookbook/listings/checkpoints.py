@@ -15,7 +15,8 @@ def save(folder, epoch, model, optimizer):
     state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
     part = folder / "part"
     torch.save(state, part)
-    os.replace(part, folder / f"epoch_{epoch:04}.pt")  # a file with such a name is complete
+    # A file with such a name is complete.
+    os.replace(part, folder / f"epoch_{epoch:04}.pt")
 
 
 def resume(folder, model, optimizer):

@@ -5,7 +5,8 @@ from joblib import Parallel, delayed
 from mlaunch import launcher
 
 
-@launcher(n_gpus=2, device_type="cpu", concurrent=2)  # on GPUs: n_gpus=2, devices=range(8)
+# On GPUs: n_gpus=2, devices=range(8).
+@launcher(n_gpus=2, device_type="cpu", concurrent=2)
 def train(lr):
     return 2 * lr
 

@@ -15,7 +15,8 @@ def train(epochs):
         with torch.no_grad():
             weight -= 0.1 * weight.grad
             weight.grad = None
-        losses.append(mlaunch.comm.all_reduce_mean(loss.detach()))  # a number, not a tensor with its graph
+        # A number, not a tensor with its graph.
+        losses.append(mlaunch.comm.all_reduce_mean(loss.detach()))
     return losses
 
 

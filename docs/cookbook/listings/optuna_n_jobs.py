@@ -5,13 +5,15 @@ import optuna
 from mlaunch import launcher
 
 
-@launcher(n_gpus=2, device_type="cpu", concurrent=2)  # on GPUs: n_gpus=2, devices=range(8)
+# On GPUs: n_gpus=2, devices=range(8).
+@launcher(n_gpus=2, device_type="cpu", concurrent=2)
 def train(lr):
     return (lr - 0.1) ** 2
 
 
 def objective(trial):
-    return train(trial.suggest_float("lr", 0.0, 1.0))[0]  # waits until two devices are free
+    # Waits until two devices are free.
+    return train(trial.suggest_float("lr", 0.0, 1.0))[0]
 
 
 study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))

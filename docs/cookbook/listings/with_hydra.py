@@ -22,7 +22,8 @@ def train(config, folder):
 
 @hydra.main(version_base=None, config_path=None, config_name="config")
 def main(config):
-    folder = HydraConfig.get().runtime.output_dir  # asked in the caller, where Hydra has set it
+    # Asked in the caller, where Hydra has set it.
+    folder = HydraConfig.get().runtime.output_dir
     losses = train(OmegaConf.to_container(config, resolve=True), folder)
     print(f"lr {config.lr}: loss {losses[0]:.2f}")
     return losses[0]  # what Hydra's sweepers compare

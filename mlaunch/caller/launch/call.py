@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 # A warm server that is killed just before the call still looks alive, and so does a prepared launch.
 TRIES = 3
-_TOLD_AT = 2  # imports of a package, after which the user hears of it
+_TOLD_AT = 2  # imports of a package, after which the user gets a hint
 _imports: dict[str, int] = {}  # by package: how many calls have had to import it
 
 
@@ -62,7 +62,7 @@ def call_on_ranks(
         options = adapted(options)
     if options.log_dir is not None:
         options = with_directory(options, name)
-    flush_streams()  # what was printed before the call stands before what the ranks print
+    flush_streams()  # what was printed before the call comes before what the ranks print
     work = CallWork(options, Call(function, args, kwargs), name)
     try:
         if options.features:

@@ -108,7 +108,7 @@ def _check_world(options: Options, placed: DeviceChoice, world_size: int) -> Non
     if options.rank_start + here > world_size:
         raise ValueError(
             f"world_size={world_size} with {here} rank(s) on this machine from rank_start={options.rank_start}: "
-            f"allowed: {options.rank_start + here} or more, or None for this machine alone"
+            f"allowed: {options.rank_start + here} or more, or None for only this machine"
         )
     if world_size > here and options.port == 0:
         raise ValueError(

@@ -84,10 +84,10 @@ def _raise(outcome: Outcome) -> None:
 def _values(outcome: Outcome) -> list[Any]:
     spec = outcome.spec
     if outcome.silent and spec.target is None:
-        ranks = ", ".join(map(str, sorted(outcome.silent)))
+        ranks = sorted(outcome.silent)
         warn_caller(
-            f"{len(outcome.silent)} of {spec.local_world_size} ranks of {spec.call.name} exited with code 0 "
-            f"without returning a value (ranks {ranks}); their results are None"
+            f"{name_ranks(ranks)} of {spec.call.name} exited with code 0 without returning a value; "
+            f"{'its result is' if len(ranks) == 1 else 'their results are'} None"
         )
     values = []
     for rank in outcome.ranks_here:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 from mlaunch.base.exceptions import LaunchError, LaunchTimeout, is_misuse, misuse, report_of
 from mlaunch.base.frames import innermost_users
+from mlaunch.base.text import without_escapes
 from mlaunch.caller import interrupts
 from mlaunch.caller.fork_server import ForkServer, ServerGoneError, in_memfds
 from mlaunch.caller.launch.handle import LaunchHandle
@@ -253,7 +254,7 @@ class FutileAttempts:
 def again(name: str, restart_count: int, max_restarts: int, error: BaseException | None) -> str:
     """Return the sentence that says that the call is started again, and why."""
     report = report_of(error) if error is not None else None
-    why = str(report or "").partition("\n")[0] + _line_of(report)
+    why = without_escapes(str(report or "").partition("\n")[0]) + _line_of(report)
     return f"{name} is started again (restart {restart_count + 1} of at most {max_restarts}): {why}"
 
 

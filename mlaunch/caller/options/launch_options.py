@@ -125,7 +125,7 @@ class Options:
     devices: Sequence[int] | None = option(
         None,
         Devices(),
-        "Which accelerators, by number among the visible ones. Ranks see these alone (``CUDA_VISIBLE_DEVICES``), so "
+        "Which accelerators, by number among the visible ones. Ranks see only these (``CUDA_VISIBLE_DEVICES``), so "
         "local rank i finds ``devices[i]`` under the number i. Where a kind has no such variable, ask "
         "``mlaunch.device()``. If more than ``n_gpus`` are named, the call waits for that many of them (``lease``).",
         Flag(("--devices",), "I,J", "the devices that ranks see, by number (default: all)", SIZES, apart=True),
@@ -133,9 +133,10 @@ class Options:
     lease: bool | str = option(
         False,
         Leasing(),
-        "Waits for devices that no other launch with a lease has, and keeps them until its last process is gone: "
-        "``n_gpus`` of ``devices``, or of all that are visible. All processes of this user on this machine wait in one "
-        "queue. On CPUs see ``concurrent``. 'idle': of the free devices, first those that no process uses (NVIDIA's).",
+        "The call waits until ``n_gpus`` of ``devices`` (or of all visible ones) are free, and keeps them until its "
+        "last process is gone. No other launch with a lease gets them. All processes of this user on this machine wait "
+        "in one queue. On CPUs see ``concurrent``. 'idle': of the free devices, first those that no process uses "
+        "(NVIDIA's).",
         Flag(
             ("--lease",),
             "N",
@@ -183,7 +184,7 @@ class Options:
     oversubscribe: bool = option(
         False,
         Switch(),
-        "Allows more than 64 ranks where that is more than 8 for each CPU, which mostly is a typing error.",
+        "Allows more than 64 ranks even if that is more than 8 for each CPU, which mostly is a typing error.",
         Flag(("--oversubscribe",), "", "allow more than 8 ranks for each CPU when there are more than 64", SIZES),
     )
     timeout: float | timedelta | None = option(
@@ -337,14 +338,14 @@ class Options:
     results: str = option(
         "all",
         Choice("all", "rank0"),
-        '"all": every rank\'s value comes back. "rank0": that of rank 0 alone; the others\' are not even pickled, and '
+        '"all": every rank\'s value comes back. "rank0": only that of rank 0; the others\' are not even pickled, and '
         "the list has None in their places.",
     )
     output: str = option(
         "all",
         Choice("all", "rank0", "none", "raw"),
         "What ranks print is shown here with their rank in front, ``[3]``, and once where several ranks print the "
-        'same line: "all" of it, that of "rank0" alone, or "none". "raw": ranks write to the streams of this '
+        'same line: "all" of it, only that of "rank0", or "none". "raw": ranks write to the streams of this '
         "process themselves.",
     )
     log_dir: str | os.PathLike[str] | None = option(

@@ -153,7 +153,7 @@ class CallOutput:
         return min((step for step in steps if step is not None), default=None)
 
     def show_due(self) -> None:
-        """Show what is due."""
+        """Show the lines and tables whose time has come."""
         now = self._clock()
         if self._touched:
             self.show_lines()

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+from mlaunch.base.exceptions import misuse
 from mlaunch.base.fds import renewed
 from mlaunch.base.frozen_record import frozen_record
 from mlaunch.base.text import ranges
@@ -103,7 +104,7 @@ def with_directory(options: Options, name: str) -> Options:
     try:
         return options.replaced({"log_dir": launch_files.own_directory(options.log_dir, name)})
     except OSError as error:
-        raise OSError(error.errno, f"log_dir={options.log_dir!r}: {error.strerror}") from None
+        raise misuse(OSError(error.errno, f"log_dir={options.log_dir!r}: {error.strerror}")) from None
 
 
 def place_of(options: Options, *, blocks: bool = True) -> LivePlace | None:

@@ -277,6 +277,6 @@ def of_value(error: BaseException) -> str:
     if "process group has not been initialized" not in str(error):
         return ""
     return (
-        "; it belongs to a process group, and there is none here: of a model in DistributedDataParallel return "
-        "model.module, or its state_dict()"
+        "; it needs a process group, which this process does not have: for a model in DistributedDataParallel, return "
+        "model.module or its state_dict()"
     )

@@ -268,7 +268,7 @@ class NoNames(list[Any]):
 
 @dataclass
 class RankNames:
-    """Finds the names for a cursor's place.
+    """A finder of the names for a cursor's place.
 
     ``ask`` returns names of a rank, as ``find_names`` does; ``goes_to_ranks`` is True for a cell without a magic that
     goes there; ``notebook`` returns the notebook's names.

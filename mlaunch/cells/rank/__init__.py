@@ -128,7 +128,7 @@ def _in_short(answer: CellAnswer) -> CellAnswer:
 
 
 class PlainShell:
-    """Runs cells where IPython is not installed: Python alone, without magics."""
+    """A runner of cells without IPython, where that is not installed: Python only, without magics."""
 
     def __init__(self, module: types.ModuleType) -> None:
         self._names = vars(module)

@@ -28,7 +28,7 @@ from mlaunch.protocol import by_value
 
 
 class _Collector(DisplayPublisher):
-    """Keeps what is displayed."""
+    """The outputs that a cell displays, kept for the answer."""
 
     shell: Any
 
@@ -42,7 +42,7 @@ class _Collector(DisplayPublisher):
 
 
 class _LastExpression(DisplayHook):
-    """Keeps the forms of a cell's last expression."""
+    """The forms of a cell's last expression."""
 
     shell: Any
 
@@ -69,7 +69,7 @@ class _LastExpression(DisplayHook):
 
 
 class _NamedByNotebook(CachingCompiler):
-    """Gives a cell's code the name that it has in the notebook."""
+    """A compiler that gives a cell's code the name that it has in the notebook."""
 
     file = ""
 
@@ -78,7 +78,7 @@ class _NamedByNotebook(CachingCompiler):
 
 
 class CellShell(InteractiveShell):
-    """Runs cells."""
+    """A runner of cells with IPython."""
 
     compile: Any
     compiler_class = Type(_NamedByNotebook)

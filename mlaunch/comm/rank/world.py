@@ -147,7 +147,7 @@ def together(ranks: list[int]) -> bool:
 
 def made_group() -> dist.ProcessGroup | None:
     """Return the group of this machine's ranks that was made; None if there is none, or its world is gone."""
-    # By identity: a world that was made anew may be of other ranks.
+    # By identity: a new world may be of other ranks.
     return _made[0].group if _made and _made[0].world is dist.group.WORLD else None
 
 

@@ -44,14 +44,14 @@ class ForRanks:
 
 @dataclass(frozen=True)
 class SwitchTo:
-    """Gives the prompt to another rank."""
+    """The command that gives the prompt to another rank."""
 
     rank: int
 
 
 @dataclass(frozen=True)
 class TellWho:
-    """Asks what each rank does."""
+    """The command that asks what each rank does."""
 
 
 def parse(line: str, rank: int) -> ForRanks | SwitchTo | TellWho:

@@ -196,11 +196,11 @@ class StallWatch(Watcher):
 
     def _note_progress(self, now: float) -> None:
         if self._stalled:
-            self._tell(f"makes progress again, after {in_two_units(now - self._moved_at)}")
+            self._tell([], f"makes progress again, after {in_two_units(now - self._moved_at)}")
         self._moved_at, self._stalled, self._asks_twice, self._first = now, False, False, None
 
-    def _tell(self, what: str) -> None:
-        self.call.found(Noticed("stall", what))
+    def _tell(self, blamed: Sequence[int], what: str) -> None:
+        self.call.found(Noticed("stall", what, {"waited_for": list(blamed)}))
 
     def _compare(self, ranks: Ranks, now: float) -> None:
         """Keep the first answer, or compare it with later ones."""
@@ -221,11 +221,14 @@ class StallWatch(Watcher):
             self._moved_at = now
         else:
             self._stalled = True
-            self._accuse(answers.stalled(now - self._moved_at, ranks), answers.places(ranks))
+            self._accuse(answers.stalled(now - self._moved_at, ranks), answers.places(ranks), answers.blamed(ranks))
 
-    def _accuse(self, what: str, places: Sequence[str]) -> None:
+    def _accuse(self, what: str, places: Sequence[str], blamed: Sequence[int]) -> None:
         if self.ends:
-            self.call.found(Noticed("stall", what), failures.of_run(what, "stalled", final=False))
+            failure = failures.of_run(what, "stalled", final=False, waited_for=blamed)
+            self.call.found(Noticed("stall", what, {"waited_for": list(blamed)}), failure)
             return
         lines = [f"has {what}", *(f"  {place}" for place in places)]
-        self._tell("\n".join([*lines, "  the run continues; stall= (--stall of mlaunch run) decides what happens"]))
+        self._tell(
+            blamed, "\n".join([*lines, "  the run continues; stall= (--stall of mlaunch run) decides what happens"])
+        )

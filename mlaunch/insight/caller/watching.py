@@ -34,8 +34,12 @@ DeviceUsed = tuple[int, int, int | None]  # bytes in use, bytes in all, percent 
 AskDevice = Callable[[str], DeviceUsed | None]  # by the name of a device of this machine; None: unknown
 
 
-def watch_all(every: float, nothing: Callable[[], str]) -> None:
-    """Show this user's running launches on the terminal until interrupted. ``nothing``: the text if none runs.
+def watch_all(
+    every: float, nothing: Callable[[], str], chosen: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
+) -> None:
+    """Show this user's running launches on the terminal until interrupted.
+
+    ``nothing``: the text if none runs; ``chosen``: those of all that are shown.
 
     Raises:
         OSError: stdout is no terminal, or a program that may draw there reads stderr.
@@ -50,7 +54,7 @@ def watch_all(every: float, nothing: Callable[[], str]) -> None:
     place, table = _terminal(drawing, "mlaunch ps --watch"), _table()
     try:
         while True:
-            launches = sorted(ask(WATCH), key=lambda launch: float(launch["age"]))
+            launches = sorted(chosen(ask(WATCH)), key=lambda launch: float(launch["age"]))
             _write(place.show("\n".join(table.lines(launches) or [nothing()])))
             time.sleep(every)
     finally:

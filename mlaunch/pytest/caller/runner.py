@@ -53,7 +53,7 @@ _OUT_OF_STEP = (
 
 
 class Runner:
-    """Runs tests on ranks. Registered once a test has the mark."""
+    """The plugin that runs tests on ranks. Registered once a test has the mark."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -324,7 +324,7 @@ DEBUGGED = pytest.StashKey[bool]()  # True for a test whose ranks had a prompt
 
 
 class Debugging:
-    """Runs tests on ranks that are debugged. ``wanted``: True if this session debugs."""
+    """The plugin that runs tests on ranks that are debugged. ``wanted``: True if this session debugs."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -388,7 +388,7 @@ class Debugging:
 
 
 class _PromptElsewhere:
-    """Replaces pytest's plugin that opens a prompt at a failure: it opens none after a prompt in a rank."""
+    """The replacement of pytest's plugin that opens a prompt at a failure: it opens none after a prompt in a rank."""
 
     def __init__(self, plugin: Any) -> None:
         self._plugin = plugin

@@ -1,6 +1,4 @@
-"""Fixtures on a rank: pytest's own that are about their process (``monkeypatch``, ``capsys``, ``request``, ...), and
-the values of ``rank_fixture``.
-"""
+"""Fixtures on a rank: pytest's own about their process (``monkeypatch``, ``capsys``, ...), and ``rank_fixture``."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def surrounded(baseline: Baseline, changes: Surroundings) -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept(baseline: Baseline, changes: Surroundings) -> Iterator[None]:
-    """Do the same for a fixture. Its changes stay for later tests, until it reverts them."""
+    """Set a rank's surroundings for a fixture, whose changes stay for later tests until it reverts them."""
     with surrounded(baseline, changes):
         before = Baseline.of_now()
         try:

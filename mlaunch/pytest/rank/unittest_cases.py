@@ -36,7 +36,7 @@ _begun: list[type[unittest.TestCase]] = []  # of this rank: the class that is se
 
 
 class FirstProblem(unittest.TestResult):
-    """Keeps what pytest reports: of several problems the first. ``parts``: where subtests are noted."""
+    """The result that pytest reports: of several problems the first. ``parts``: where subtests are noted."""
 
     def __init__(self, parts: list[Part], place: Place) -> None:
         super().__init__()

@@ -121,7 +121,7 @@ class RankSet:
         self._check()
         if not isinstance(call.function, calls.Reference):
             checks.check_arguments(call.function, call.args, call.kwargs)
-        flush_streams()  # what was printed before the call stands before what the ranks print
+        flush_streams()  # what was printed before the call comes before what the ranks print
         while True:
             launch = self._present()
             made = self._make(launch, options, call)

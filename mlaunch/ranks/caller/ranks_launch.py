@@ -266,7 +266,7 @@ class RanksLaunch:
             self._settle(call, functools.partial(_staying, make))
 
     def _settle(self, call: KeptCall, make: Callable[[], Ended]) -> None:
-        """Settle a call; its future is set later."""
+        """Note how a call ended; ``tell`` sets its future later."""
         call.settle(make)
         self._settled.append(call)
 

@@ -24,7 +24,7 @@ from mlaunch.rank.function import FunctionRank, UnpicklableValueError, leave_gro
 from mlaunch.ranks.rank import held_objects
 from mlaunch.torch_parts import process_groups
 
-_AGAIN = 0.01  # seconds: by then the finalizer has mostly returned, or the import
+_AGAIN = 0.01  # seconds, in which a finalizer or an import has mostly returned
 _STALE_LIMIT = 1000  # characters: an answer is one small write
 _STALE_MODULES = 10
 

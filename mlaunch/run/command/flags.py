@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -142,7 +143,7 @@ class Flags(argparse.ArgumentParser):
 
 def _given(name: str, words: Sequence[str]) -> str | None:
     """Return the value of a flag in words that are not parsed yet."""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in itertools.zip_longest(words, words[1:], fillvalue=""):
         flag, has_value, value = word.replace("_", "-").partition("=")[0], "=" in word, word.partition("=")[2]
         if flag == name and (has_value or following):
             return value if has_value else following
@@ -175,13 +176,16 @@ def parser(prog: str, environ: Mapping[str, str] | None = None) -> Flags:
     _add_output(flags)
     _add_ending(flags)
     flags.add_argument("--print-completion", "--print_completion", action=PrintCompletion, metavar="SHELL",
-                       help="print a completion script for a shell (bash, zsh, tcsh); needs shtab")  # fmt: skip
+                       help="print a completion script for a shell (bash, zsh, tcsh, fish); needs shtab")  # fmt: skip
     flags.add_argument("--print-man-page", action=PrintManPage, nargs=0,
                        help="print the page for man mlaunch; needs argparse-manpage")  # fmt: skip
     for name, reason in _REFUSED.items():
         flags.flag(flags, name, help=argparse.SUPPRESS, kind=_refuse(name, reason))
     flags.add_argument("training_script", metavar="SCRIPT", help=argparse.SUPPRESS)
-    flags.add_argument("training_script_args", metavar="ARGUMENTS", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    rest = flags.add_argument(
+        "training_script_args", metavar="ARGUMENTS", nargs=argparse.REMAINDER, help=argparse.SUPPRESS
+    )
+    rest.required = False  # else the error for no script names both
     return flags
 
 

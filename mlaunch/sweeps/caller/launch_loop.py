@@ -27,7 +27,7 @@ class _Driver(threading.Thread):
 
 
 class LaunchLoop:
-    """Drives each call that was added to its end, and calls back, in a thread of its own.
+    """A thread that drives each call that was added to its end, and calls back.
 
     Before a callback waits for a run, the thread hands over: another one drives from then on, and the first ends with
     its callback.

@@ -230,7 +230,7 @@ class Zygote:
 
     def _turn(self, ready: list[int]) -> None:
         if not ready:
-            # It is half a gigabyte that may not be in use.
+            # An idle zygote may hold half a gigabyte: it ends if memory is short.
             self.ending = linux.memory_is_short()
         if self._removals in ready:
             linux.take_removals(self._removals)

@@ -155,7 +155,7 @@ def _watched(owner: Any, name: str, note: Callable[..., None]) -> Iterator[None]
 
 
 def _importer(frame: FrameType | None) -> tuple[str, str]:
-    """Return the module that has drawn, and the function that it has called."""
+    """Return the module that has asked for random numbers, and the function that it has called for them."""
     called = "os.urandom"
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))

@@ -37,8 +37,10 @@ class CallersProcess:
 
 @frozen_record
 class AskFork:
-    """A request for a fork that becomes the sender's fork server. Attached: a memfd with CallersProcess, which only the
-    fork reads; the fork's end of the control channel, the caller's pidfd, standard input and error output.
+    """A request for a fork that becomes the sender's fork server.
+
+    Attached: a memfd with CallersProcess, which only the fork reads; the fork's end of the control channel, the
+    caller's pidfd, standard input and error output.
 
     ``path``: the caller's ``sys.path``; ``preload``: modules that the fork is to import, if they are missing;
     ``variables``: the caller's, as ``import_facts.hashed`` returns them.
