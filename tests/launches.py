@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from mlaunch.base import linux
 from mlaunch.base.frames import STACK_SIGNAL
 from mlaunch.caller import running_launches
 from mlaunch.caller.warm_server import preparation, warm_server
@@ -133,6 +134,22 @@ def prepare_servers(preload: Sequence[str], note: Callable[[], object]) -> None:
 def prepared_launch() -> Any:
     """The launch that waits for its call, as its caller has it."""
     return preparation._next
+
+
+def prepares_before_it_ends(server: ForkServer) -> bool:
+    """Wait until the fork server has prepared a launch, or has ended; True for the first."""
+    if preparation._next is None:
+        return False
+    channel = preparation._next.channel
+    ended = os.pidfd_open(server.pid)
+    try:
+        assert linux.wait_readable([ended, channel.fileno()], 60.0)
+        channel.peek()
+    except EOFError:
+        return False
+    finally:
+        os.close(ended)
+    return True
 
 
 def drop_prepared() -> None:

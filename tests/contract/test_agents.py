@@ -177,13 +177,20 @@ def test_launches_of_many_threads() -> None:
 def test_an_agent_ends_with_its_fork_server(how: str, prepare: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that is retired while an agent rests prepares nothing: that would keep it."""
     monkeypatch.setenv("MLAUNCH_PREPARE", prepare)
-    agent = until_kept(agent_of)
-    server = launches.fork_server()
-    if how == "killed":
-        os.kill(server.pid, signal.SIGKILL)
-    else:
-        server.retire()
-    wait_gone([server.pid, agent])
+    for _ in range(TRIES):
+        agent = until_kept(agent_of)
+        server = launches.fork_server()
+        if how == "killed":
+            os.kill(server.pid, signal.SIGKILL)
+        else:
+            server.retire()
+        prepared = launches.prepares_before_it_ends(server)
+        launches.drop_prepared()
+        wait_gone([server.pid, agent])
+        if not prepared:
+            break
+    else:  # on a busy machine, it may have prepared the next launch before
+        raise AssertionError("it has prepared a launch each time")
     launches.drop_prepared()
     monkeypatch.setenv("MLAUNCH_PREPARE", "0")
     assert launcher(total, 2)() == [2, 2]

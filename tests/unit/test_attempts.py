@@ -15,7 +15,7 @@ from mlaunch.caller.fork_server import ServerGoneError
 from mlaunch.caller.interrupts import carry_out
 from mlaunch.caller.launch.call import TRIES, tried
 from mlaunch.caller.launch.plan import Attempt, ThisMachine, plan
-from mlaunch.caller.launch.start import with_restarts
+from mlaunch.caller.launch.start import _send_call, with_restarts
 from mlaunch.caller.options.launch_options import Options
 from mlaunch.protocol.calls import Call
 from mlaunch.protocol.server_messages import Ready
@@ -140,3 +140,13 @@ def test_a_launch_that_somebody_has_ended_is_not_started_again() -> None:
 
     carry_out(with_restarts(attempt, "train()", None, 2, lambda _why: None))
     assert given == [0]
+
+
+def test_a_prepared_launch_is_among_the_servers_before_its_ranks_can_begin() -> None:
+    """A daemon thread may wait just after it has sent the call: an interpreter that ends then cancels the launch."""
+    steps: list[str] = []
+    agent: Any = SimpleNamespace(try_send=lambda *_: steps.append("sent"))
+    server: Any = SimpleNamespace(adopt=lambda _launch: steps.append("adopted"))
+    machine = ThisMachine(Ready("2.13", None, ("gloo",)), lambda _environ: 0)
+    _send_call(server, agent, plan(Options(n_gpus=1), machine, "int()", {}, Attempt(0, None)), Call(int, (), {}), [])
+    assert steps == ["adopted", "sent"]

@@ -110,6 +110,8 @@ def _handle(
 
 def _send_call(server: ForkServer, agent: LaunchersEnd, spec: LaunchSpec, call: Call, held: Sequence[int]) -> None:
     """Give a prepared launch its call. An agent that is gone has begun nothing, which is found out later."""
+    # Before the ranks can begin: an interpreter that ends then, while this thread waits, has to cancel the launch.
+    server.adopt(agent)
     try:
         with in_memfds([("call", call)]) as memfds:
             agent.try_send(details_of(spec, len(held)), [*memfds, *held])
@@ -117,7 +119,6 @@ def _send_call(server: ForkServer, agent: LaunchersEnd, spec: LaunchSpec, call: 
         agent.close()
         name_culprit(error, call, spec.call.name)
         raise
-    server.adopt(agent)
 
 
 def with_pipes(spec: LaunchSpec, output: OutputPlan) -> LaunchSpec:
