@@ -8,6 +8,7 @@ import select
 import signal
 import socket
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -85,12 +86,14 @@ def wait_gone(pids: list[int], deadline: float = 30.0) -> None:
 
 
 def said_in_fork(say: Callable[[], str]) -> str:
-    """What it returns in a fork of this process; "" if it raises there."""
+    """What it returns in a fork of this process; "" if it raises there, which stderr shows."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             os.write(writer, say().encode())
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(0)
     os.close(writer)

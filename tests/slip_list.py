@@ -28,7 +28,7 @@ SLIPS = (
         "output",
         "flush_before_call",
         "caller/launch/call.py",
-        "    flush_streams()  # what was printed before the call stands before what the ranks print\n",
+        "    flush_streams()  # what was printed before the call comes before what the ranks print\n",
         "",
         (
             "contract/test_output.py::test_text_that_the_caller_has_buffered_is_written_once",
