@@ -141,7 +141,7 @@ def test_as_torch_distributed_launch(tmp_path: Path) -> None:
 )
 def test_how_it_ends(tmp_path: Path, how: str, status: int, words: str) -> None:
     script = FAIL if how != "0" else FAIL.replace("dist.barrier()", "")
-    (tmp_path / "why.json").write_text("what an earlier run has left")
+    (tmp_path / "why.json").write_text('{"schema": 1}')  # what an earlier run has left
     done = run(tmp_path, *PAIR, "--error-file", "why.json", write(tmp_path, script), how)
     assert done.returncode == status, done.stderr
     assert (tmp_path / "why.json").exists() == bool(status)
@@ -670,6 +670,8 @@ def test_a_directory_that_is_gone(tmp_path: Path) -> None:
         (["--numa-binding", "node", "--numa-memory", "near", "x.py"], "--numa-memory near: allowed: preferred, bind\n"),
         (["--error-file", "nowhere/why.json", "x.py"], "--error-file nowhere/why.json: allowed: the path of a file, in "
          "a directory that is there\n"),
+        (["--error-file", "full.py", "x.py"], "--error-file full.py: this file is there, and is not the error file of "
+         "an earlier run: remove it, or give another path\n"),
         (["--redirects", "4", "x.py"], "--redirects 4: allowed: 0, 1, 2 or 3, for all ranks or by local rank, such "
          "as 0:3,1:2\n"),
         (["--standalone", "--nnodes", "2", "x.py"], "--standalone with --nnodes 2: --standalone is for one machine\n"),
@@ -684,6 +686,7 @@ def test_a_wrong_command_line(
     monkeypatch.chdir(tmp_path)
     write(tmp_path, "", "x.py")
     write(tmp_path, " \n", "empty")
+    write(tmp_path, "a script", "full.py")
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     with pytest.raises(SystemExit) as caught:
         launches.command("run", "--error-file", "why.json", *args)
@@ -693,6 +696,17 @@ def test_a_wrong_command_line(
     assert (caught.value.code, capsys.readouterr().err) == (2, f"mlaunch run: {words}")
     message = json.loads((tmp_path / "error.json").read_text())["message"]
     assert (message["message"], message["errorCode"]) == (f"mlaunch run: {words.rstrip()}", 2)
+    assert (tmp_path / "full.py").read_text() == "a script"
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+def test_more_ranks_than_this_machine_may_have(tmp_path: Path, dry: list[str]) -> None:
+    """What only the plan finds is a wrong command line, too. And a file that is not ours stays, if its flag has it."""
+    done = run(tmp_path, *dry, "--nproc-per-node", "100000", write(tmp_path, "a script"))
+    assert done.returncode == 2, done.stderr
+    assert re.fullmatch(r"mlaunch run: n_gpus=100000 \(--nproc-per-node\) on \d+ CPU\(s\): more than .*\n", done.stderr)
+    assert run(tmp_path, "--error-file", "train.py").returncode == 2
+    assert (tmp_path / "train.py").read_text() == "a script"
 
 
 def test_fewer_devices_than_ranks(tmp_path: Path) -> None:

@@ -53,14 +53,17 @@ class ErrorFile:
         self._path: str | None = None
 
     def begin(self, path: str | None) -> None:
-        """Remove the file of an earlier run; ``check`` refuses a path where no file can be."""
-        self._path = path if path is not None and _may_be_file(path) else None
+        """Remove the file of an earlier run; ``check`` refuses a path where no file can be, or another one is."""
+        self._path = path if path is not None and _may_be_file(path) and not _is_foreign(path) else None
         if self._path is not None and os.path.isfile(self._path):
             os.unlink(self._path)
 
     def check(self, path: str | None) -> None:
         if path is not None and not _may_be_file(path):
             raise UsageError(f"--error-file {path}: allowed: the path of a file, in a directory that is there")
+        if path is not None and _is_foreign(path):
+            raise UsageError(f"--error-file {path}: this file is there, and is not the error file of an earlier run: "
+                             f"remove it, or give another path")  # fmt: skip
 
     def write(self, failure: Mapping[str, Any]) -> None:
         if self._path is not None:
@@ -75,6 +78,15 @@ errors = ErrorFile()
 
 def _may_be_file(path: str) -> bool:
     return os.path.isdir(os.path.dirname(path) or ".") and not os.path.isdir(path)
+
+
+def _is_foreign(path: str) -> bool:
+    """True if another file is there, which must stay: ``--error-file train.py``, where the value was left out."""
+    try:
+        found = Path(path).read_text(encoding="utf-8") if os.path.isfile(path) else ""
+        return bool(found.strip()) and "schema" not in json.loads(found)
+    except (OSError, ValueError, TypeError):
+        return True
 
 
 def fail(text: str, code: int, error: LaunchError | None = None, status: int | None = None) -> None:

@@ -48,14 +48,13 @@ def spec_of(
     """Plan one attempt. ``size``: ranks on this machine; ``error_dir``: as in ``target_of``.
 
     Raises:
-        ValueError: This machine cannot run the job.
-        UsageError: A feature that the flags ask for refuses it.
+        UsageError: This machine, or a feature that the flags ask for, refuses the job.
     """
     try:
         if job.nodes > 1:
             load.room("machines", "caller", f"--nnodes {job.nodes}")  # otherwise the error would name world_size=
         planned = plan(job.options(size), machine, job.name, environ, attempt)
-    except ModuleNotFoundError as error:  # of what several machines need
+    except (ValueError, ModuleNotFoundError) as error:  # the latter: of what several machines need
         raise UsageError(str(error)) from None
     target = target_of(job, error_dir)
     target = dataclasses.replace(target, run_id=job.run_id or planned.launch_id, temporary=tempfile.gettempdir())
