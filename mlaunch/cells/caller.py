@@ -340,7 +340,7 @@ class Cells:
         size = self._set.launch.handle.idle_spec.world_size
         wrong = sorted(rank for rank in targets if not 0 <= rank < size)
         if wrong:
-            raise misuse(ValueError(f"there is no {name_ranks(wrong)}; these are {name_ranks(range(size))}"))
+            raise misuse(ValueError(f"no {name_ranks(wrong)} here; these are {name_ranks(range(size))}"))
         if not targets:
             raise misuse(ValueError("targets=(): allowed: at least one rank, or None for all"))
         return tuple(sorted(set(targets)))

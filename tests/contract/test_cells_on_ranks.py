@@ -72,7 +72,7 @@ def test_names_stay_and_looks_are_shown_once_where_equal(ranks: Ranks) -> None:
     assert repr(ranks.cell("x")) == "3"
     assert repr(ranks.cell("x + rank")) == "[0] 3\n[1] 4"
     assert ranks.cell("rank", targets=[1]).answers.keys() == {1}
-    with pytest.raises(ValueError, match=r"there is no rank 2; these are ranks 0-1"):
+    with pytest.raises(ValueError, match=r"no rank 2 here; these are ranks 0-1"):
         ranks.cell("rank", targets=[0, 2])
 
 
