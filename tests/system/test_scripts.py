@@ -196,7 +196,7 @@ def test_optimised_python_fails_in_the_same_words(run_script) -> None:  # type: 
     assert plain.stdout.splitlines()[:4] == [
         "raise ValueError boom",
         "exit LaunchError rank 1 of train() exited with code 3 (sys.exit or os._exit)",
-        "exit 0 [None, None] ['1 of 2 ranks of run.<locals>.train']",
+        "exit 0 [None, None] ['rank 1 of run.<locals>.train']",
         "kill LaunchError rank 1 of train() was killed by SIGKILL",
     ]
     assert "__debug__" not in optimised.stderr
