@@ -254,7 +254,9 @@ def test_a_value_that_belongs_to_a_process_group(staying: bool) -> None:
     def train() -> torch.nn.Module:
         return torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
 
-    words = r"there is none here: of a model in DistributedDataParallel return model.module, or its state_dict\(\)"
+    words = (
+        r"this process does not have: for a model in DistributedDataParallel, return model.module or its state_dict\(\)"
+    )
     with contextlib.ExitStack() as stack:
         run: Any = launcher(train, 1, device_type="cpu")
         if staying:
