@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import runpy
 import textwrap
 from collections.abc import Iterator
 
@@ -88,5 +87,7 @@ def test_no_comment_is_outside_its_box() -> None:
 
 
 def test_a_number_and_its_unit_are_in_one_line() -> None:
-    units = runpy.run_path(str(DOCS / "units.py"))["UNIT"]
+    found = re.search(r'UNIT = re.compile\(r"(.+)"\)', (DOCS / "units.py").read_text())  # which imports Sphinx
+    assert found is not None
+    units = re.compile(found[1])
     assert units.sub("_", "150 ms, 2.8\nGB, 3 cats, 20\nminutes") == "150_ms, 2.8_GB, 3 cats, 20_minutes"
