@@ -42,6 +42,7 @@ from mlaunch.protocol.messages import (
     Errand,
     MeetAgain,
     NextCall,
+    Phase,
     RankAnswered,
     RanksBack,
     RanksStand,
@@ -50,6 +51,8 @@ from mlaunch.protocol.spec import LaunchSpec
 from mlaunch.rank import in_step
 
 _LOOK_DELAY = 0.1  # seconds between looks whether ranks that were asked to stop have answered their launcher
+# A rank in one of these looks at the board when its call begins; an interrupt before that would end it.
+_BEFORE_CALLS = frozenset({Phase.STARTING, Phase.BINDING, Phase.JOINING})
 _CHECK_TIMEOUT = 1.0  # seconds, at least, for ranks that have all come back to compare and meet
 
 
@@ -234,6 +237,8 @@ class RepeatedCalls(Calls):
                 # The number before the signal: a rank that begins a call looks at the board, so a signal too early is
                 # not lost.
                 launch.board.stop(rank.local_rank, launch.call.number)
+                if launch.board[rank.local_rank] in _BEFORE_CALLS:
+                    continue
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(rank.pidfd, signal.SIGINT)
 

@@ -55,7 +55,7 @@ def test_files_that_a_page_names_are_there(page: str) -> None:
 def test_what_a_change_begins_at_is_where_the_page_says() -> None:
     named = re.findall(r"``(\w+)`` in\s+``([\w/]+\.py)``", (DOCS / "how.rst").read_text().partition("To change\n")[2])
     assert len(named) >= 24
-    bound = r"^ *(?:def|class) {0}\b|^(?:    )?{0}(?::| =)"
+    bound = r"^ *(?:def|class) {0}\b|^{0}(?::| =)|^    {0}: "
     texts = {file: (ROOT / "mlaunch" / file).read_text() for _, file in named}
     assert not [(name, file) for name, file in named if not re.search(bound.format(name), texts[file], re.MULTILINE)]
 
