@@ -106,7 +106,7 @@ class Escalation:
             self.skip_asking()
             self._request_at, self._request_by = now + STACKS_TIMEOUT, now + STARVED_TIMEOUT
             self._ask()
-        if self._request_at < NEVER and self._have_told(now):
+        if self._request_at < NEVER and not self._waits_longer(now):
             self.request(self._grace_period)
         if now >= self._force_at:
             self._force_at = NEVER
@@ -118,13 +118,13 @@ class Escalation:
         self._force_at = min(self._force_at, self._clock() + grace_period)
         self._request()
 
-    def _have_told(self, now: float) -> bool:
-        """True once ranks have told all that they were asked, or have had their time."""
+    def _waits_longer(self, now: float) -> bool:
+        """True if the second step waits for answers. It is put off for a rank that gets no CPU."""
         if not self._waits():
-            return True
-        if now >= self._request_at and now < self._request_by and self._starved():
+            return False
+        if self._request_at <= now < self._request_by and self._starved():
             self._request_at = min(now + STACKS_TIMEOUT, self._request_by)
-        return now >= self._request_at
+        return now < self._request_at
 
     def _puts_off(self, now: float) -> bool:
         """True if the first step is put off for a rank that is about to end."""

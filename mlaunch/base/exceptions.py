@@ -36,7 +36,8 @@ class RankFailure:
         final: The launch was ended on purpose, or its time was over: it is not started again.
         late: A deadline had passed, of the call on this machine or on another.
         kind: For programs: "raised", "killed", "out_of_memory", ...; ``docs/schema.json`` lists them.
-        waited_for: The global ranks that held up the others, if the run made no progress; empty if none are known.
+        waited_for: The global ranks that held up the others at a deadline, a stall or a stop that is overdue; empty if
+            none are known.
     """
 
     rank: int | None

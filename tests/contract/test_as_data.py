@@ -74,6 +74,7 @@ def test_a_deadline_names_who_is_late() -> None:
     late = [(one["rank"], one["consequence"]) for one in found["failures"]]  # type: ignore[attr-defined]
     assert sorted(rank for rank, _ in late) == [0, 1]
     assert late in ([(1, False), (0, True)], [(0, False), (1, False)])  # on a busy machine nobody may wait yet
+    assert found["waited_for"] == ([1] if late[0][0] == 1 else [])
 
 
 def test_programs_need_only_import_the_package() -> None:

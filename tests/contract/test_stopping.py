@@ -476,10 +476,15 @@ def test_a_stall_is_reported_and_may_end_the_run(where: str, tmp_path: Path, cap
     said = rf"rank 1 has not entered barrier #2 of the default group \({WAITS}, in barrier at {HERE}:\d+\); "
     options: dict[str, Any] = {"engine": Threads()} if where == "machines" else {}
     with Ranks(n_gpus=2, stall="0.2 stop") if where == "ranks" else nullcontext() as ranks:
-        ours = launcher(hold_up, 2, stall="0.2 stop", ranks=ranks, **options)
+        events: list[dict[str, Any]] = []
+        listened = options if where == "ranks" else {**options, "events": events.append}
+        ours = launcher(hold_up, 2, stall="0.2 stop", ranks=ranks, **listened)
         with pytest.raises(LaunchError, match=rf"the run of hold_up\(\) made no progress for \d+ s: {said}") as caught:
             ours(path)
         assert caught.value.as_dict()["waited_for"] == [1]
+        assert {tuple(event["waited_for"]) for event in events if event["event"] == "stall"} == (
+            {(1,)} if listened is not options else set()
+        )
     with Ranks(n_gpus=2, stall=0.2) if where == "ranks" else nullcontext() as ranks:
         ours = launcher(hold_up, 2, stall=0.2, ranks=ranks, **options)
         thread = threading.Thread(target=lambda: told.append(ours(path)))

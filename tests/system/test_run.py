@@ -141,7 +141,7 @@ def test_as_torch_distributed_launch(tmp_path: Path) -> None:
 )
 def test_how_it_ends(tmp_path: Path, how: str, status: int, words: str) -> None:
     script = FAIL if how != "0" else FAIL.replace("dist.barrier()", "")
-    (tmp_path / "why.json").write_text('{"schema": 1}')  # what an earlier run has left
+    (tmp_path / "why.json").write_text('{\n  "schema": 1')  # what an earlier run has left, cut by a full disk
     done = run(tmp_path, *PAIR, "--error-file", "why.json", write(tmp_path, script), how)
     assert done.returncode == status, done.stderr
     assert (tmp_path / "why.json").exists() == bool(status)

@@ -176,6 +176,7 @@ def _late_ranks(outcome: Outcome, blamed: Collection[int]) -> list[RankFailure]:
                 final=True,
                 late=True,
                 kind="deadline",
+                waited_for=tuple(sorted(blamed)),
             )
         )
     return found

@@ -27,6 +27,8 @@ NO_PROGRESS = 93  # as NVIDIA's ft_launcher: a scheduler should not requeue the 
 TIMED_OUT = 124  # as timeout(1)
 SIGNALLED = 128  # + the signal's number, as in a shell
 
+_START = 64  # bytes, in which an error file shows what it is, even one that a full disk has cut
+
 _OF_KIND = {
     "out_of_memory": OUT_OF_MEMORY,
     "no_progress": NO_PROGRESS,
@@ -83,10 +85,11 @@ def _may_be_file(path: str) -> bool:
 def _is_foreign(path: str) -> bool:
     """True if another file is there, which must stay: ``--error-file train.py``, where the value was left out."""
     try:
-        found = Path(path).read_text(encoding="utf-8") if os.path.isfile(path) else ""
-        return bool(found.strip()) and "schema" not in json.loads(found)
-    except (OSError, ValueError, TypeError):
+        with open(path if os.path.isfile(path) else os.devnull, "rb") as file:
+            start = file.read(_START)
+    except OSError:
         return True
+    return bool(start.strip()) and not start.startswith(b'{\n  "schema": ')
 
 
 def fail(text: str, code: int, error: LaunchError | None = None, status: int | None = None) -> None:
