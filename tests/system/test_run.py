@@ -671,7 +671,7 @@ def test_a_directory_that_is_gone(tmp_path: Path) -> None:
         (["--error-file", "nowhere/why.json", "x.py"], "--error-file nowhere/why.json: allowed: the path of a file, in "
          "a directory that is there\n"),
         (["--error-file", "full.py", "x.py"], "--error-file full.py: this file is there, and is not the error file of "
-         "an earlier run: remove it, or give another path\n"),
+         "an earlier run; give another path\n"),
         (["--redirects", "4", "x.py"], "--redirects 4: allowed: 0, 1, 2 or 3, for all ranks or by local rank, such "
          "as 0:3,1:2\n"),
         (["--standalone", "--nnodes", "2", "x.py"], "--standalone with --nnodes 2: --standalone is for one machine\n"),

@@ -64,8 +64,8 @@ class ErrorFile:
         if path is not None and not _may_be_file(path):
             raise UsageError(f"--error-file {path}: allowed: the path of a file, in a directory that is there")
         if path is not None and _is_foreign(path):
-            raise UsageError(f"--error-file {path}: this file is there, and is not the error file of an earlier run: "
-                             f"remove it, or give another path")  # fmt: skip
+            raise UsageError(f"--error-file {path}: this file is there, and is not the error file of an earlier run; "
+                             f"give another path")  # fmt: skip
 
     def write(self, failure: Mapping[str, Any]) -> None:
         if self._path is not None:
